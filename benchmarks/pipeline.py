@@ -136,7 +136,7 @@ def memory_of() -> str:
 def chart(path: Path) -> None:
     """Draw all schedules, for four devices and eight micro-batches."""
     made = [(name, schedule(name, 4, 8)) for name in SCHEDULES]
-    plays = [(name, s.play()) for name, s in made]
+    plays = [(name, s.timeline()) for name, s in made]
     made[0][1].gantt(path, plays, unit="forwards of a stage")
     # to make the file smaller, round coordinates to tenths of a point
     shorter = lambda m: " ".join(re.sub(r"(\.\d)\d+", r"\1", m[0]).split())

@@ -26,7 +26,7 @@ import typer
 
 import dtrans
 from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.protocol.buffers import BufferPool
 
 
@@ -69,7 +69,7 @@ def main(
             if profile and i >= 3:
                 profiler.enable()
             checkpoint.save_serving(
-                path, plan, endpoint, state, Mark(("run",), i), servers_only=True
+                path, plan, endpoint, state, SaveId(("run",), i), servers_only=True
             )
             profiler.disable()
             written = time.process_time()

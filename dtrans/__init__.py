@@ -61,7 +61,7 @@ from dtrans.step.marks import make_train_step, value_and_grad
 from dtrans.step.scopes import local, replicate, split
 from dtrans.step.trace import trace
 from dtrans.step_meter import JobReport
-from dtrans.verification.by_hand import verify
+from dtrans.verification.user_shard_map import verify
 from dtrans.zero.options import LossScaling, Precision, Slicing
 from dtrans.zero.plan import ShardingPlan
 from dtrans.zero.transform import sharding

@@ -13,8 +13,8 @@ from rich.text import Text
 from dtrans.errors import ConfigError, VerifyError
 from dtrans.named_object import named_object
 from dtrans.plan import Plan
-from dtrans.verification.by_hand import verify
 from dtrans.verification.outcome import Report
+from dtrans.verification.user_shard_map import verify
 
 
 EQUAL, DIFFERS, INCOMPLETE = 0, 1, 2  # exit codes of `dtrans check`

@@ -25,7 +25,7 @@ from rich.console import Console
 
 import dtrans
 from dtrans.errors import BatchError, ConfigError
-from dtrans.pipeline_parallel.task import Play, TimedTask
+from dtrans.pipeline_parallel.task import TimedTask, Timeline
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.profile import Measured, measured, timed
 from dtrans.run.pipeline_parallel.state import PipelineState
@@ -94,8 +94,8 @@ class Watched:
       stored: the activations that a step stores between forward and backward.
     """
 
-    planned: Play
-    ran: Play | None
+    planned: Timeline
+    ran: Timeline | None
     stored: Measured
 
 
@@ -194,7 +194,7 @@ def watch(
     )
 
 
-def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
+def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Timeline:
     """Return the plan's schedule, where a task takes as long as its counted operations.
 
     Args:
@@ -208,12 +208,12 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Play:
         half if stage.backward.out_names else full
         for stage, half, full in zip(plan.step_programs.stages, forward, backward, strict=True)
     ]
-    play = plan.schedule.play(forward, backward, weight)
+    play = plan.schedule.timeline(forward, backward, weight)
     return _scaled(play, work / sum(t.end - t.start for t in play))
 
 
-def _scaled(play: Play, factor: float) -> Play:
-    return Play(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in play)
+def _scaled(play: Timeline, factor: float) -> Timeline:
+    return Timeline(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in play)
 
 
 def _check(settings: CharactersSettings, plot: Path | None) -> None:
@@ -277,7 +277,7 @@ def _pipelined(
     return state, Trained(losses, jax.device_get(job.params(state)), seconds)
 
 
-def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Play]]:
+def _panels(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str, Timeline]]:
     """Return the panels of the plot, in milliseconds."""
     assert watched.ran is not None
     return [
@@ -352,7 +352,7 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
     ]
 
 
-def _shares(play: Play) -> list[int]:
+def _shares(play: Timeline) -> list[int]:
     """Return each device's share of the work, in percent."""
     work = [0.0] * play.num_devices
     for task in play:

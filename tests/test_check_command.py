@@ -49,7 +49,7 @@ def sharded():
     return jax.jit(step), step, args
 
 
-def unfollowed():
+def unevaluated():
     host = lambda w, x: jax.pure_callback(lambda w: w, jax.ShapeDtypeStruct(w.shape, w.dtype), w)
     on_ranks = lambda w, x: (by_hand(jax.lax.pmean)(w, x), host(w, x))
     return on_ranks, lambda w, x: (step(w, x), host(w, x)), args
@@ -106,7 +106,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
             "w: 2 of 2 entries differ; it changes by the step's change times 4",
         ),
         ("checked_here:raising", 1, "w: 2 of 2 entries differ"),
-        ("checked_here:unfollowed", 2, "not followed: pure_callback calls a function of the host"),
+        ("checked_here:unevaluated", 2, "not followed: pure_callback calls a function of the host"),
     ],
 )
 def test_reports(

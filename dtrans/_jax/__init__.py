@@ -16,9 +16,10 @@ equation, or uses `.jaxpr.jaxpr`. Each module imports only modules above it in t
 
 from dtrans._jax.equation_params import (
     CALLBACKS as CALLBACKS,
-    Wiring as Wiring,
+    BodyIndices as BodyIndices,
     axes_of as axes_of,
     bodies as bodies,
+    body_indices as body_indices,
     call_body as call_body,
     call_operands as call_operands,
     checkpoint_name_of as checkpoint_name_of,
@@ -37,7 +38,6 @@ from dtrans._jax.equation_params import (
     scan_with as scan_with,
     shard_map_of as shard_map_of,
     while_counts as while_counts,
-    wiring as wiring,
     with_bodies as with_bodies,
 )
 from dtrans._jax.imports import (

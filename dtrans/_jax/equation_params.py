@@ -181,7 +181,7 @@ def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
-class Wiring(NamedTuple):
+class BodyIndices(NamedTuple):
     """Indices that relate an equation's operands and outputs to inputs and outputs of its bodies.
 
     Attributes:
@@ -201,13 +201,13 @@ class Wiring(NamedTuple):
     stacks: Sequence[int] = ()
 
 
-def wiring(eqn: JaxprEqn) -> Wiring:
-    """Return the indices that relate an equation to its bodies, as a `Wiring`."""
+def body_indices(eqn: JaxprEqn) -> BodyIndices:
+    """Return the indices that relate an equation to its bodies, as a `BodyIndices`."""
     name, ins, outs = eqn.primitive.name, range(len(eqn.invars)), range(len(eqn.outvars))
     if name == SCAN:
         consts, carried = scan_counts(eqn)
         first = consts + carried
-        return Wiring(
+        return BodyIndices(
             [ins],
             [outs],
             dict(zip(ins[consts:first], outs, strict=False)),
@@ -217,13 +217,13 @@ def wiring(eqn: JaxprEqn) -> Wiring:
     if name == WHILE:
         of_cond, of_body = while_counts(eqn)
         carry = ins[of_cond + of_body :]
-        return Wiring(
+        return BodyIndices(
             [[*ins[:of_cond], *carry], ins[of_cond:]],
             [None, outs],
             dict(zip(carry, outs, strict=True)),
         )
     count = len(bodies(eqn))
-    return Wiring([ins[int(name == COND) :]] * count, [outs] * count)
+    return BodyIndices([ins[int(name == COND) :]] * count, [outs] * count)
 
 
 def scan_with(

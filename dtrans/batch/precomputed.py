@@ -39,7 +39,7 @@ ROOT = "@given"  # prefix of the names of precomputed values
 
 
 @dataclasses.dataclass(frozen=True)
-class Spot:
+class ValuePlace:
     """Position of a value in a step, which stays valid if the step is traced for other shapes.
 
     Attributes:
@@ -60,14 +60,14 @@ class Precomputed:
     An example is the number of tokens in the batch. The values depend on no trained parameter.
 
     Attributes:
-      spots: position of each value in the step.
+      places: position of each value in the step.
       full: names of the values that every part gets in full; a part gets its rows of other values.
       fixed: untrained state, such as a key, on which the values may depend.
-      equations: primitives of the planned step, in which `spots` are indices. A step with other
+      equations: primitives of the planned step, in which `places` are indices. A step with other
         primitives raises an error.
     """
 
-    spots: tuple[Spot, ...]
+    places: tuple[ValuePlace, ...]
     full: tuple[str, ...]
     fixed: tuple[str, ...]
     equations: tuple[str, ...]
@@ -89,13 +89,13 @@ class Precomputed:
           BatchError: the step has other equations than the planned step.
         """
         step = self._flat(program)
-        arguments: dict[Spot, Var] = {}
+        arguments: dict[ValuePlace, Var] = {}
         sub: dict[Var, Atom] = {}
-        for spot in self.spots:
-            value = step.value(spot)
-            arguments[spot] = Var(value.aval)
-            if not spot.in_loss:
-                sub[value] = arguments[spot]
+        for place in self.places:
+            value = step.value(place)
+            arguments[place] = Var(value.aval)
+            if not place.in_loss:
+                sub[value] = arguments[place]
         eqns = _with_operands(sub, step.inner.eqns)
         if step.loss is not None:
             eqns[step.at] = self._loss(step, eqns[step.at], arguments)
@@ -112,15 +112,15 @@ class Precomputed:
         args = (*program.args, TreeSpec.from_tree(types, ROOT))
         return program.with_jaxpr(jaxpr, args=args, labels={})
 
-    def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[Spot, Var]) -> JaxprEqn:
+    def _loss(self, step: FlatStep, eqn: JaxprEqn, arguments: Mapping[ValuePlace, Var]) -> JaxprEqn:
         """Add the precomputed values to the operands of the equation with the loss function."""
         inside: dict[Var, Atom] = {}
         operands = list(eqn.invars)
         new_inputs = []
-        for spot, argument in arguments.items():
-            if spot.in_loss:
+        for place, argument in arguments.items():
+            if place.in_loss:
                 new_inputs.append(Var(argument.aval))
-                inside[step.value(spot)] = new_inputs[-1]
+                inside[step.value(place)] = new_inputs[-1]
                 operands.append(argument)
         body = opened(step.body)
         eqns = _with_operands(inside, body.eqns)
@@ -144,7 +144,7 @@ class Precomputed:
           BatchError: the step has other equations than the planned step.
         """
         step = self._flat(program)
-        unordered, used = step.without_loss([step.value(spot) for spot in self.spots])
+        unordered, used = step.without_loss([step.value(place) for place in self.places])
         ins = dict(zip(program.in_names, step.inner.invars, strict=True))
         fixed = tuple(n for n in self.fixed if ins[n] in used)
         args = (*program.args[2:], TreeSpec(jax.tree.structure(fixed), fixed))
@@ -208,7 +208,7 @@ def _move_rows(axis: int) -> Callable[[Any], Any]:
 
 
 class FlatStep:
-    """Step with its calls inlined, so that a `Spot` can name a value in the step or in its loss.
+    """Step with its calls inlined, so that a `ValuePlace` can name each of its values.
 
     The loss may be one equation that is not differentiated (`dtrans.step.capture`). `body` is then
     its jaxpr.
@@ -240,10 +240,10 @@ class FlatStep:
         atoms = () if self.loss is None else self.loss.invars
         return dict(zip(opened(self.body).invars, atoms, strict=True))
 
-    def value(self, spot: Spot) -> Var:
-        """Return the variable at a position (`Spot`) in the step or in its loss function."""
-        of = opened(self.body) if spot.in_loss else self.inner
-        return of.eqns[spot.eqn].outvars[spot.out]
+    def value(self, place: ValuePlace) -> Var:
+        """Return the variable at a position (`ValuePlace`) in the step or in its loss function."""
+        of = opened(self.body) if place.in_loss else self.inner
+        return of.eqns[place.eqn].outvars[place.out]
 
     def without_loss(self, outs: Sequence[Var]) -> tuple[ClosedJaxpr, Collection[Var]]:
         """Extract the equations that compute some values; the loss function is inlined.

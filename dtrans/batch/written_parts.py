@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from dtrans._jax import Atom, ClosedJaxpr, JaxprEqn, Literal, Var, closed, equations_inside, opened
 from dtrans.batch.exact_step import full_type
-from dtrans.batch.precomputed import ROOT, FlatStep, Precomputed, Spot
+from dtrans.batch.precomputed import ROOT, FlatStep, Precomputed, ValuePlace
 from dtrans.batch.trainer_step import TrainerStep, trainer_step
 from dtrans.engine.layout import Partial, ShardLayout, Shards, sharded_along
 from dtrans.engine.writer import SplitWriter, written
@@ -76,13 +76,13 @@ class WrittenParts:
     @property
     def rows(self) -> dict[str, int]:
         """Precomputed values that are divided among parts: name -> 0, the dimension of rows."""
-        count = len(self.values.spots) + self.numbered
+        count = len(self.values.places) + self.numbered
         names = (f"{ROOT}/{i}" for i in range(count))
         return {n: 0 for n in names if n not in self.full}
 
     @property
     def _number(self) -> str:
-        return f"{ROOT}/{len(self.values.spots)}"
+        return f"{ROOT}/{len(self.values.places)}"
 
     def step_of(self, full_step: Program) -> TrainerStep:
         """Derive the step on one part of the batch, which may still communicate.
@@ -91,7 +91,7 @@ class WrittenParts:
           full_step: step on the full batch.
         """
         program = full_step
-        if self.values.spots:
+        if self.values.places:
             program = self.values.with_precomputed(full_step)
         step = divide_step(without_effects(program)).with_reported()
         axes = dict(self.axes)
@@ -200,22 +200,22 @@ def written_parts(
     flat = FlatStep(full_step)
     ways = _values_to_precompute(flat, axes, Shards(parts, tuple(over), noun), fixed, part)
 
-    def of(ways: Mapping[Spot, bool]) -> tuple[WrittenParts, TrainerStep]:
+    def of(ways: Mapping[ValuePlace, bool]) -> tuple[WrittenParts, TrainerStep]:
         shared = tuple(f"{ROOT}/{i}" for i, is_rows in enumerate(ways.values()) if not is_rows)
         values = Precomputed(tuple(ways), shared, tuple(fixed), flat.primitives)
         found = WrittenParts(values, axes, parts, tuple(over), noun)
         return found, found.step_of(full_step)
 
-    precomputed = {spot: bool(is_rows) for spot, is_rows in ways.items() if is_rows is not None}
+    precomputed = {place: bool(is_rows) for place, is_rows in ways.items() if is_rows is not None}
     # also precompute values that are undecided (None), if each part reads only its rows of them
     if len(precomputed) < len(ways):
-        _, step = of({spot: bool(is_rows) for spot, is_rows in ways.items()})
+        _, step = of({place: bool(is_rows) for place, is_rows in ways.items()})
         read = dict(zip(ways, (f"{ROOT}/{i}" for i in range(len(ways))), strict=True))
-        reads_rows = {spot for spot, name in read.items() if step.sliced.get(name) == 0}
+        reads_rows = {place for place, name in read.items() if step.sliced.get(name) == 0}
         precomputed = {}
-        for spot, is_rows in ways.items():
-            if is_rows is not None or spot in reads_rows:
-                precomputed[spot] = bool(is_rows) or spot in reads_rows
+        for place, is_rows in ways.items():
+            if is_rows is not None or place in reads_rows:
+                precomputed[place] = bool(is_rows) or place in reads_rows
     found, step = of(precomputed)
     return dataclasses.replace(found, numbered=step.takes_index), step
 
@@ -226,7 +226,7 @@ def _values_to_precompute(
     shards: Shards,
     fixed: Collection[str],
     part: Program | None,
-) -> dict[Spot, bool | None]:
+) -> dict[ValuePlace, bool | None]:
     """Find the values that a part cannot compute alone, and that depend on no trained parameter.
 
     A part would need communication, or its index, to compute these values. If `part` is passed,
@@ -238,10 +238,10 @@ def _values_to_precompute(
       None    the value has as many rows as the batch, and a part can compute it in full: precompute
               the value only if each part reads just its rows
     """
-    spots = _untrained_values(flat, fixed)
-    jaxpr, _ = flat.without_loss([flat.value(s) for s in spots])
+    places = _untrained_values(flat, fixed)
+    jaxpr, _ = flat.without_loss([flat.value(s) for s in places])
     rows = _rows(flat.program, axes)
-    has_rows = [flat.value(s).aval.shape[:1] == (rows,) for s in spots]
+    has_rows = [flat.value(s).aval.shape[:1] == (rows,) for s in places]
     computed_in_full = set()
 
     def wanted_layout(i: int, layout: ShardLayout) -> ShardLayout:
@@ -260,10 +260,10 @@ def _values_to_precompute(
     jaxpr_of_part, layouts, is_numbered = written(jaxpr, shards, write)
     program = opened(jaxpr_of_part)
     index = set(program.invars[:1]) if is_numbered else set()
-    of_update = [s for s in spots if not s.in_loss]
+    of_update = [s for s in places if not s.in_loss]
     sized = _sized(flat, part, of_update) if part is not None and of_update else ()
-    found: dict[Spot, bool | None] = {}
-    for i, (spot, a, layout) in enumerate(zip(spots, program.outvars, layouts, strict=True)):
+    found: dict[ValuePlace, bool | None] = {}
+    for i, (place, a, layout) in enumerate(zip(places, program.outvars, layouts, strict=True)):
         needed, read = backward_slice(program.eqns, [a])
         inside = itertools.chain.from_iterable(equations_inside(program.eqns[k]) for k in needed)
         is_exchanged = any(map(is_communication, (*values_at(program.eqns, needed), *inside)))
@@ -280,27 +280,27 @@ def _values_to_precompute(
                 and layout.axis == 0
                 and (is_reordered or layout == sharded_along(0))
             )
-            found[spot] = None if i in computed_in_full else has_rows[i] and is_cut
-        elif spot in sized:
-            found[spot] = False
+            found[place] = None if i in computed_in_full else has_rows[i] and is_cut
+        elif place in sized:
+            found[place] = False
     return found
 
 
-def _sized(flat: FlatStep, part: Program, spots: Sequence[Spot]) -> set[Spot]:
+def _sized(flat: FlatStep, part: Program, places: Sequence[ValuePlace]) -> set[ValuePlace]:
     """Return the positions of values that depend on the batch size.
 
     Args:
       flat: step on the full batch.
       part: step traced on a part of the batch.
-      spots: positions outside of the loss.
+      places: positions outside of the loss.
     """
     on_part = FlatStep(captured(part))
     mine = value_digests(flat.jaxpr, flat.program.in_names)
     known = set(value_digests(on_part.jaxpr, on_part.program.in_names).values())
-    return {s for s in spots if mine[flat.value(s)] not in known}
+    return {s for s in places if mine[flat.value(s)] not in known}
 
 
-def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
+def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[ValuePlace]:
     """Find the values that a job could compute before it reads any trained parameter.
 
     Of a chain of such values, only the last is needed: the one that is an output, or is read by an
@@ -317,12 +317,12 @@ def _untrained_values(flat: FlatStep, fixed: Collection[str]) -> list[Spot]:
     operand = flat.operands
     seeds = {v: 1 for v, a in operand.items() if bits_of(around, a)}
     inside = propagate(body.eqns, seeds, {})
-    where: dict[Var, Spot] = {}
+    where: dict[Var, ValuePlace] = {}
     producers = producers_of([*flat.inner.eqns, *body.eqns])
     for in_loss, eqns in ((False, flat.inner.eqns), (True, body.eqns)):
         for i, eqn in enumerate(eqns):
-            where |= {v: Spot(in_loss, i, k) for k, v in enumerate(eqn.outvars)}
-    found: dict[Spot, None] = {}
+            where |= {v: ValuePlace(in_loss, i, k) for k, v in enumerate(eqn.outvars)}
+    found: dict[ValuePlace, None] = {}
 
     def note(atoms: Sequence[Atom]) -> None:
         for a in read_from(operand, atoms):

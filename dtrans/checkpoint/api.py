@@ -41,7 +41,7 @@ from dtrans.checkpoint.pserver_state import (
     to_trees,
     trainer_rows,
 )
-from dtrans.checkpoint.runs import Mark, mark_of, run_of
+from dtrans.checkpoint.runs import SaveId, run_of, save_id
 from dtrans.checkpoint.saved_rows import TableArray
 from dtrans.data_parallel.plan import CollectivePlan
 from dtrans.errors import CheckpointWarning, StateError
@@ -127,7 +127,7 @@ def save(
         return
     check_plan(plan)
     values = check_server_state(plan, endpoint, state)
-    write(path, _layout(plan), endpoint, values, mark_of(run_of(endpoint), tag))
+    write(path, _layout(plan), endpoint, values, save_id(run_of(endpoint), tag))
 
 
 def save_serving(
@@ -135,7 +135,7 @@ def save_serving(
     plan: PServerPlan,
     endpoint: str,
     state: Mapping[str, Any],
-    mark: Mark,
+    save_id: SaveId,
     *,
     servers_only: bool = False,
     alone: bool = False,
@@ -148,7 +148,7 @@ def save_serving(
 
     Args:
       path, plan, endpoint, state: as in `save`.
-      mark: the run and the step of the saved state.
+      save_id: the run and the step of the saved state.
       servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
       alone: True if this server's piece is a complete snapshot, without pieces of other servers.
@@ -168,8 +168,8 @@ def save_serving(
         layout,
         endpoint,
         check_server_state(plan, endpoint, state),
-        mark,
-        goes_on=not plan.sync_mode,
+        save_id,
+        steps_may_differ=not plan.sync_mode,
         serving=True,
     )
 
@@ -196,7 +196,7 @@ def check(path: Folder, job: Job) -> None:
       ...     dtrans.checkpoint.check(f"{folder}/300", job)
     """
     layout, here = _pieces(job)
-    check_place(path, layout, here, _mark_of_job(job, layout, here, None))
+    check_place(path, layout, here, _save_id_of_job(job, layout, here, None))
 
 
 def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
@@ -238,14 +238,14 @@ def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
         job.meter.note_saved(path)
         return
     layout, here = _pieces(job)
-    mark = _mark_of_job(job, layout, here, tag)
+    save_id = _save_id_of_job(job, layout, here, tag)
     for who, values in _values(job, state, here):
-        write(path, layout, who, values, mark)
+        write(path, layout, who, values, save_id)
     job.meter.note_saved(path)
 
 
-def _mark_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | None) -> Mark:
-    return mark_of(job.run_id, tag, alone=layout.pieces.keys() <= {*here})
+def _save_id_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str | None) -> SaveId:
+    return save_id(job.run_id, tag, alone=layout.pieces.keys() <= {*here})
 
 
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -316,7 +316,7 @@ def save_trainer(path: Folder, plan: PServerPlan, params: Any, *, tag: str | Non
             _layout(plan),
             TRAINER,
             frozen_values(plan, params),
-            mark_of(run_of(TRAINER), tag),
+            save_id(run_of(TRAINER), tag),
         )
 
 

@@ -145,13 +145,13 @@ def check_job_state(job: SavedJob, state: Any) -> dict[str, jax.Array]:
 
 def state_types(plan: CollectivePlan) -> dict[str, Any]:
     """Return the global type, with padding, of each array of a job's state (dict by name)."""
-    cuts, places = plan.cuts, _bin_slots(plan)
+    slices_by_axis, places = plan.slices_by_axis, _bin_slots(plan)
     found = {}
     for n, t in _types(plan).items():
         if n in places:
             continue
         found[n] = t
-        for sliced in cuts.get(n, {}).values():
+        for sliced in slices_by_axis.get(n, {}).values():
             found[n] = sliced.padded_type(found[n])
     for place in places.values():
         slices = plan.sliced[place.bin]
@@ -311,7 +311,7 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 
     The device None is JAX's default device.
     """
-    axes, mesh = [s.axis for s in job.plan.cuts.get(name, {}).values()], job.mesh
+    axes, mesh = [s.axis for s in job.plan.slices_by_axis.get(name, {}).values()], job.mesh
     indices: Any = {None: [slice(None)] * aval.ndim}
     if mesh is not None:
         indices = job.sharding_of(name).addressable_devices_indices_map(aval.shape)

@@ -62,7 +62,7 @@ from dtrans.checkpoint.assemble import (
     same_values,
     type_of,
 )
-from dtrans.checkpoint.runs import THIS_PROCESS, Mark, new_run
+from dtrans.checkpoint.runs import THIS_PROCESS, SaveId, new_run
 from dtrans.checkpoint.saved_rows import ArrayLike, InitRows, RowSegment, SavedTable, TableRows
 from dtrans.checkpoint.table_files import SavedBlock, write_tables
 from dtrans.errors import (
@@ -157,8 +157,8 @@ class Checkpoint:
         may_differ = False
         for about in abouts.values():
             rows += map(_from_json, about["rows"])
-            # "goes_on" is missing in checkpoints of older versions
-            may_differ = may_differ or bool(about.get("goes_on"))
+            # "steps_may_differ" is missing in checkpoints of older versions
+            may_differ = may_differ or bool(about.get("steps_may_differ"))
         tables: dict[tuple[str, str], tuple[SavedBlock, int]] = {}
         for who, piece in first["pieces"].items():
             for i, about in enumerate(abouts[piece].get("tables", ())):
@@ -406,14 +406,14 @@ class PieceLayout:
     pieces: Mapping[str, str]
 
 
-def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Mark) -> None:
+def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], save_id: SaveId) -> None:
     """Check, before training, that this process will be able to write its pieces.
 
     Args:
       path: the folder of the checkpoint.
       layout: the pieces.
       here: the savers in this process.
-      mark: the run, step and tag that the pieces of these savers record.
+      save_id: the run, step and tag that the pieces of these savers record.
 
     Raises:
       ConfigError: the path cannot be written, or contains another checkpoint.
@@ -432,7 +432,7 @@ def check_place(path: Folder, layout: PieceLayout, here: Sequence[str], mark: Ma
         )
     # a process that writes no pieces, such as a driver, checks the place of the first piece
     for who in here or [*layout.pieces][:1]:
-        _stale_pieces(path, layout, who, _about(layout, who, mark), mark)
+        _stale_pieces(path, layout, who, _about(layout, who, save_id), save_id)
 
 
 def write(
@@ -440,9 +440,9 @@ def write(
     layout: PieceLayout,
     who: str,
     values: Mapping[str, Any],
-    mark: Mark,
+    save_id: SaveId,
     *,
-    goes_on: bool = False,
+    steps_may_differ: bool = False,
     serving: bool = False,
 ) -> None:
     """Write the arrays of one role (a piece), unless a piece of the same run and step exists.
@@ -454,8 +454,9 @@ def write(
       layout: the pieces.
       who: the saver.
       values: the saver's arrays, by the slice names in `layout`.
-      mark: the run and step.
-      goes_on: True if other processes of the job may be at another step (asynchronous servers).
+      save_id: the run and step.
+      steps_may_differ: True if other processes of the job may be at another step (asynchronous
+        servers).
       serving: True if the process continues to serve during the save, so that the save should use
         little processor time.
 
@@ -464,17 +465,17 @@ def write(
       StateError: the piece cannot be written.
     """
     path = Path(path).absolute()
-    about = _about(layout, who, mark)
-    if goes_on:
-        about["goes_on"] = True
+    about = _about(layout, who, save_id)
+    if steps_may_differ:
+        about["steps_may_differ"] = True
     place = path / layout.pieces[who]
     with _write_errors(who, place):
         existing = _read_or_torn(place) if place.exists() else None
-        if existing and mark.step is not None and _are_one_save([existing, about]):
+        if existing and save_id.step is not None and _are_one_save([existing, about]):
             return
-        if existing and mark.job and _is_undone(existing, mark):
+        if existing and save_id.job and _is_undone(existing, save_id):
             _remove(place)
-        for piece in _stale_pieces(path, layout, who, about, mark):
+        for piece in _stale_pieces(path, layout, who, about, save_id):
             _remove(piece)
         # folders that get a new entry; the new entries must be flushed to the disk
         changed_folders = [path]
@@ -487,16 +488,16 @@ def write(
             _sync(folder)
 
 
-def _is_undone(about: Mapping[str, Any], mark: Mark) -> bool:
+def _is_undone(about: Mapping[str, Any], save_id: SaveId) -> bool:
     """Return True if the job went back to a step before the one that a piece contains.
 
     A job that drops a failed trainer goes back, and repeats steps. A piece that the job wrote
     before must then be replaced.
     """
-    return bool(about.get("job") == mark.job and mark.run[0] not in _run_of(about))
+    return bool(about.get("job") == save_id.job and save_id.run[0] not in _run_of(about))
 
 
-def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
+def _about(layout: PieceLayout, who: str, save_id: SaveId) -> dict[str, Any]:
     """Return the description of a piece, which its file `overview` stores as JSON."""
     rows, saver_rows = [], []
     for row in layout.rows:
@@ -506,14 +507,14 @@ def _about(layout: PieceLayout, who: str, mark: Mark) -> dict[str, Any]:
             saver_rows.append(fields)
     return {
         "format": FORMAT,
-        "tag": mark.tag,
-        "run": list(mark.run),
-        "step": mark.step,
+        "tag": save_id.tag,
+        "run": list(save_id.run),
+        "step": save_id.step,
         "plan": hashlib.sha256(json.dumps(rows).encode()).hexdigest(),
         "pieces": dict(layout.pieces),
         "types": _types_of(layout.main),
         "rows": saver_rows,
-        "job": mark.job,
+        "job": save_id.job,
     }
 
 
@@ -728,23 +729,25 @@ def _origin(about: Mapping[str, Any]) -> str:
     return ", ".join(known) or "of an unknown run"
 
 
-def _may_be_replaced(theirs: Mapping[str, Any] | None, mark: Mark) -> bool:
+def _may_be_replaced(theirs: Mapping[str, Any] | None, save_id: SaveId) -> bool:
     """Return True if this process may replace a piece of an incomplete checkpoint.
 
     Args:
       theirs: the description of the piece; None if a crash of the host lost files of the piece.
-      mark: the run, step and tag that this process is about to record in its piece.
+      save_id: the run, step and tag that this process is about to record in its piece.
     """
     if theirs is None:
         return True
     run = _run_of(theirs)
     # If one of the two pieces has no identifier of its run, tags are compared instead.
-    same_tag = mark.tag is not None and mark.tag == theirs["tag"] and not (run and mark.run)
-    return mark.shared and not same_tag and run.isdisjoint({*mark.run, THIS_PROCESS})
+    same_tag = (
+        save_id.tag is not None and save_id.tag == theirs["tag"] and not (run and save_id.run)
+    )
+    return save_id.shared and not same_tag and run.isdisjoint({*save_id.run, THIS_PROCESS})
 
 
 def _stale_pieces(
-    path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], mark: Mark
+    path: Path, layout: PieceLayout, who: str, about: Mapping[str, Any], save_id: SaveId
 ) -> list[Path]:
     """Return the pieces of incomplete earlier saves that this process removes before it writes.
 
@@ -757,7 +760,7 @@ def _stale_pieces(
       layout: the pieces of this save.
       who: the saver in this process.
       about: the description of the saver's new piece.
-      mark: the run, step and tag that the new piece records.
+      save_id: the run, step and tag that the new piece records.
 
     Raises:
       ConfigError: the folder contains a complete checkpoint, or pieces that this run has written or
@@ -775,7 +778,7 @@ def _stale_pieces(
             is_complete = True
     blocking = []  # pieces that must not be removed
     for piece, theirs in others.items():
-        if is_complete or not _may_be_replaced(theirs, mark):
+        if is_complete or not _may_be_replaced(theirs, save_id):
             blocking.append(piece)
     if place in found and (place not in others or place in blocking):
         theirs, origins = found[place], ""

@@ -53,7 +53,7 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mark:
+class SaveId:
     """Run, step and tag that a process records in its files of a checkpoint.
 
     A restore combines only files with matching marks, so that runs and steps are never mixed.
@@ -76,7 +76,7 @@ class Mark:
     job: str = ""
 
 
-def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:
+def save_id(run: str, tag: str | None = None, *, alone: bool = False) -> SaveId:
     """Return the mark (run, step and tag) that a process records in the files that it saves now.
 
     Args:
@@ -85,8 +85,8 @@ def mark_of(run: str, tag: str | None = None, *, alone: bool = False) -> Mark:
       alone: True if this process writes all pieces.
     """
     if alone or run != THIS_PROCESS:
-        return Mark((run,), tag=tag)
+        return SaveId((run,), tag=tag)
     if tag is not None:
         # other processes do not know this identifier, so the tag replaces it
-        return Mark((), tag=tag)
-    return Mark((run,), shared=False)
+        return SaveId((), tag=tag)
+    return SaveId((run,), shared=False)

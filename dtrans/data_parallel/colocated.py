@@ -87,7 +87,7 @@ def plan_colocated(
         options=options,
         buckets=(),
         merges=merges,
-        callers=callers_of(plain.observers, "", ""),
+        callback_notes=callers_of(plain.observers, "", ""),
         replan=replan,
         shared=shared,
         model_state=state,

@@ -63,7 +63,7 @@ class CollectivePlan(Plan):
         are buckets of state.
       merges: the merge rule of each result, and of each parameter that trainers update locally
         (dict by name).
-      callers: sentences that say which trainers call each host callback of the step.
+      callback_notes: sentences that say which trainers call each host callback of the step.
       replan: function that plans the same step with different options.
       shared: the split of the batch with `batch="exact"`; None with `batch="local"`.
       for_uneven_batch: function of the types of the step's inputs. It returns the program for a
@@ -79,7 +79,7 @@ class CollectivePlan(Plan):
     options: Options
     buckets: tuple[Bucket, ...]
     merges: Mapping[str, str]
-    callers: tuple[str, ...]
+    callback_notes: tuple[str, ...]
     replan: Callable[[Any], Any] = dataclasses.field(repr=False, compare=False)
     shared: ExactStep | None = dataclasses.field(default=None, kw_only=True, compare=False)
     for_uneven_batch: Callable[[Sequence[Any]], Program] | None = dataclasses.field(
@@ -105,21 +105,21 @@ class CollectivePlan(Plan):
         return {}
 
     @cached_property
-    def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
+    def slices_by_axis(self) -> Mapping[str, Mapping[str, Sliced]]:
         """Slices of state arrays over mesh axes: name of the array -> mesh axis -> slices.
 
         An array may be divided over several axes. Arrays that devices store in full are absent.
         """
-        cuts: dict[str, dict[str, Sliced]] = {}
+        slices_by_axis: dict[str, dict[str, Sliced]] = {}
         for name, sliced in self.sliced.items():
-            cuts[name] = {self.options.over[-1]: sliced}
+            slices_by_axis[name] = {self.options.over[-1]: sliced}
         if self.model_state is not None:
             for name, sliced in self.model_state.sliced.items():
-                cuts.setdefault(name, {})[self.model_state.axis] = sliced
+                slices_by_axis.setdefault(name, {})[self.model_state.axis] = sliced
         if self.sequence is not None:
             for name, sliced in self.sequence.state.items():
-                cuts.setdefault(name, {})[self.sequence.name] = sliced
-        return cuts
+                slices_by_axis.setdefault(name, {})[self.sequence.name] = sliced
+        return slices_by_axis
 
     @property
     def programs(self) -> dict[str, Program]:
@@ -310,7 +310,7 @@ class CollectivePlan(Plan):
             is_known = self.shared is not None and name in self.shared.undivided_state
             if not is_known and (name not in averaged or way != "mean"):
                 notes.append(f"{name}: {way}")
-        return notes + list(self.callers)
+        return notes + list(self.callback_notes)
 
     @property
     def device_notes(self) -> list[str]:

@@ -230,7 +230,7 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
         startup=matched,
         options=options,
         merges=merges,
-        callers=callers_of(plain.observers, *callers(options)),
+        callback_notes=callers_of(plain.observers, *callers(options)),
         replan=partial(plan_data_parallel, main, startup),
         shared=shared,
         model_state=state,

@@ -32,9 +32,9 @@ from dtrans._jax import (
     ClosedJaxpr,
     JaxprEqn,
     bodies,
+    body_indices,
     equations,
     scan_length,
-    wiring,
 )
 from dtrans.engine.layout import PARTIAL, Gathered, Partial, ShardLayout, Shards
 from dtrans.ir.cost import nbytes, total_bytes
@@ -164,11 +164,11 @@ def _sharded_before(eqn: JaxprEqn, plan: LoopPlan) -> dict[int, RowAxis]:
 
     The caller slices these operands once before the loop, not in each iteration.
     """
-    wires = wiring(eqn)
+    indices = body_indices(eqn)
     found: dict[int, RowAxis] = {}
     for i, row in plan.bodies[0].sliced.items():
-        if i not in wires.carried:
-            found[i] = _moved(row, 1) if i in wires.slices else row
+        if i not in indices.carried:
+            found[i] = _moved(row, 1) if i in indices.slices else row
     return found
 
 
@@ -221,9 +221,9 @@ def _plan(
     """
     if terms is not None:
         ins = list(map(rows_or_shared, ins))
-    wires = wiring(eqn)
+    indices = body_indices(eqn)
     body_ins: dict[int, list[ShardLayout]] = {}
-    carried = len(wires.carried) if terms is None else 0
+    carried = len(indices.carried) if terms is None else 0
 
     def may_be(i: int, layout: ShardLayout) -> bool:
         return terms is None or i in terms or not isinstance(layout, Partial)
@@ -232,25 +232,25 @@ def _plan(
         number: int, body: Any, layouts: list[ShardLayout]
     ) -> tuple[WrittenBody, Sequence[ShardLayout]]:
         body_ins[number] = _drop_closed(layouts)
-        found = write(body, body_ins[number], None, carried if wires.outs[number] else 0)
+        found = write(body, body_ins[number], None, carried if indices.outs[number] else 0)
         return found, [x if may_be(i, x) else SHARED for i, x in enumerate(found.outs)]
 
     join = _join if eqn.primitive.name == COND else _join_iterations
     layouts = ForwardAnalysis[ShardLayout](
         join, lambda eqn, ins: None, lambda aval, value: SHARED, _inside, _stack
     )
-    start = [x if i in wires.carried else rows_or_shared(x) for i, x in enumerate(ins)]
+    start = [x if i in indices.carried else rows_or_shared(x) for i, x in enumerate(ins)]
     entered = enter(layouts, eqn, start, run)
     rows = rows_or_none(entered.decision) if eqn.primitive.name == WHILE else None
     if rows is not None:  # each carried value has the rows of the condition
-        aligned = [rows if i in wires.carried else x for i, x in enumerate(start)]
+        aligned = [rows if i in indices.carried else x for i, x in enumerate(start)]
         entered = enter(layouts, eqn, aligned, run)
     written: list[WrittenBody] = []
     for k, found in entered.bodies.items():
         # the condition must be replicated: shards with different numbers of iterations would hang
         condition = SHARED if rows is None else rows
-        ends = [condition] if wires.outs[k] is None else _drop_closed(entered.ends[k])
-        added = carried if wires.outs[k] else 0
+        ends = [condition] if indices.outs[k] is None else _drop_closed(entered.ends[k])
+        added = carried if indices.outs[k] else 0
         if list(found.outs) != ends:
             found = write(bodies(eqn)[k], body_ins[k], ends, added)
         written.append(found)

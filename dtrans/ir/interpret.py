@@ -30,10 +30,10 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
+    body_indices,
     constants,
     has_bodies,
     opened,
-    wiring,
 )
 from dtrans.ir.selection import invert, values_at
 
@@ -150,7 +150,7 @@ def enter(
       ins: facts of its operands.
       run: analyzes one body. `Entered.bodies` has the result of the last call for each body.
     """
-    wires, inner = wiring(eqn), bodies(eqn)
+    indices, inner = body_indices(eqn), bodies(eqn)
     found: dict[int, Result] = {}
     decision: list[Fact] = []
     chosen = None
@@ -164,8 +164,8 @@ def enter(
     def turn(operands: Sequence[Fact]) -> list[Fact]:
         each: list[Sequence[Fact]] = []
         for k in numbers:
-            found[k], facts = run(k, inner[k], values_at(operands, wires.ins[k]))
-            if wires.outs[k] is None:
+            found[k], facts = run(k, inner[k], values_at(operands, indices.ins[k]))
+            if indices.outs[k] is None:
                 decision[:] = facts
             else:
                 each.append(facts)
@@ -175,14 +175,14 @@ def enter(
         return [analysis.decide(decision[0], x) for x in outs]
 
     operands = list(ins)
-    for i in wires.slices:
+    for i in indices.slices:
         operands[i] = analysis.fit(analysis.turn(ins[i]), opened(inner[0]).invars[i].aval)
-    operands, outs = _settle(analysis.join, operands, wires.carried, turn)
-    for i, j in wires.carried.items():
+    operands, outs = _settle(analysis.join, operands, indices.carried, turn)
+    for i, j in indices.carried.items():
         outs[j] = operands[i]
-    ends = {k: decision if wires.outs[k] is None else list(outs) for k in found}
-    operands = _stacked(analysis, operands, wires.slices)
-    outs = _stacked(analysis, outs, wires.stacks)
+    ends = {k: decision if indices.outs[k] is None else list(outs) for k in found}
+    operands = _stacked(analysis, operands, indices.slices)
+    outs = _stacked(analysis, outs, indices.stacks)
     return Entered(operands, outs, found, decision[0] if decision else None, ends)
 
 
@@ -197,7 +197,7 @@ def enter_backward(
       outs: facts of its outputs.
       run: analyzes one body backward. `Entered.bodies` has the result of the last call.
     """
-    wires, inner = wiring(eqn), bodies(eqn)
+    indices, inner = body_indices(eqn), bodies(eqn)
     found: dict[int, Result] = {}
     decision: list[Fact] = []
 
@@ -207,7 +207,7 @@ def enter_backward(
         operands: dict[int, Fact] = {}
         if eqn.primitive.name == COND:
             operands[0] = decision[0]
-        for k, (read, body_outs) in enumerate(zip(wires.ins, wires.outs, strict=True)):
+        for k, (read, body_outs) in enumerate(zip(indices.ins, indices.outs, strict=True)):
             out_facts = decision if body_outs is None else values_at(ends, body_outs)
             found[k], facts = run(k, inner[k], out_facts)
             for i, x in zip(read, facts, strict=True):
@@ -217,14 +217,14 @@ def enter_backward(
         return values_at(operands, range(len(eqn.invars)))
 
     ends = list(outs)
-    for j in wires.stacks:
+    for j in indices.stacks:
         ends[j] = analysis.turn(outs[j])
-    ends, operands = _settle(analysis.join, ends, invert(wires.carried), turn)
-    for i, j in wires.carried.items():
+    ends, operands = _settle(analysis.join, ends, invert(indices.carried), turn)
+    for i, j in indices.carried.items():
         operands[i] = ends[j]
-    for j in wires.stacks:
+    for j in indices.stacks:
         ends[j] = outs[j]
-    operands = _stacked(analysis, operands, wires.slices)
+    operands = _stacked(analysis, operands, indices.slices)
     return Entered(operands, ends, found, decision[0] if decision else None)
 
 

@@ -126,10 +126,10 @@ def plan_geo_sgd(
         options=options,
         placement=placement,
         servers={ep: servers.programs(ep) for ep in endpoints},
-        trainer_side=GeoTrainerSide(full_step, startup, placement, tables, trainers, mode),
+        trainer_writer=GeoTrainerWriter(full_step, startup, placement, tables, trainers, mode),
         update=ServedUpdate(frozen=step.frozen),
         tables=tables,
-        callers=callers_of(full_step.observers, *[EACH_TRAINER] * 2),
+        callback_notes=callers_of(full_step.observers, *[EACH_TRAINER] * 2),
     )
 
 
@@ -207,7 +207,7 @@ def with_delta_names(work: ServerWork, units: Sequence[Unit]) -> ServerWork:
 
 
 @dataclasses.dataclass(frozen=True)
-class GeoTrainerSide:
+class GeoTrainerWriter:
     """Writer of the trainers' programs of a GEO-SGD plan.
 
     A program contains the full step with the optimizer, and then one `send` of the parameters.

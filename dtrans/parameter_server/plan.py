@@ -33,7 +33,7 @@ from dtrans.parameter_server.step_traffic import StepTraffic
 from dtrans.parameter_server.tables.choose import Tables
 from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.trainer_devices import DeviceProgram, TrainerDevices
-from dtrans.parameter_server.trainer_program import TrainerSide
+from dtrans.parameter_server.trainer_program import TrainerWriter
 from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
@@ -87,7 +87,7 @@ class PServerOptions:
         return self.mode.push_every if isinstance(self.mode, Geo) else 0
 
 
-class TrainerPrograms(Protocol):
+class TrainerProgramWriter(Protocol):
     """Interface of the object that writes the program of each trainer."""
 
     @property
@@ -147,14 +147,14 @@ class PServerPlan(Plan):
       options: the arguments of `dtrans.pserver`.
       placement: all blocks (ranges of rows of a parameter), and the server of each block.
       servers: programs of each server, by endpoint.
-      trainer_side: writer of the trainers' programs.
+      trainer_writer: writer of the trainers' programs.
       update: properties of the update that servers run.
       tables: parameters, such as large embeddings, from which trainers request single rows.
       shared: the split of the batch over trainers, with which the job computes the same results as
         one device on the full batch. None if each trainer runs the step independently, or if there
         is one trainer.
-      callers: for each host callback of the step (`jax.debug.print`, say), a sentence that says
-        which process calls it.
+      callback_notes: for each host callback of the step (`jax.debug.print`, say), a sentence that
+        says which process calls it.
       compression: the types in which gradients and parameters are sent.
       devices: the devices of each trainer; None for trainers with one device.
     """
@@ -164,11 +164,11 @@ class PServerPlan(Plan):
     options: PServerOptions
     placement: Placement
     servers: Mapping[str, ServerPrograms]
-    trainer_side: TrainerPrograms = dataclasses.field(compare=False)
+    trainer_writer: TrainerProgramWriter = dataclasses.field(compare=False)
     update: ServedUpdate
     tables: Tables = dataclasses.field(compare=False)
     shared: ExactStep | None = dataclasses.field(default=None, compare=False)
-    callers: tuple[str, ...] = ()
+    callback_notes: tuple[str, ...] = ()
     compression: Compression = dataclasses.field(default_factory=Compression)
     devices: TrainerDevices | None = dataclasses.field(default=None, compare=False)
 
@@ -254,20 +254,20 @@ class PServerPlan(Plan):
             if compression.level == self.compression.level:
                 plans.append(self)
                 continue
-            assert isinstance(self.trainer_side, TrainerSide)
-            side = self.trainer_side.with_compression(compression)
-            plans.append(dataclasses.replace(self, trainer_side=side, compression=compression))
+            assert isinstance(self.trainer_writer, TrainerWriter)
+            side = self.trainer_writer.with_compression(compression)
+            plans.append(dataclasses.replace(self, trainer_writer=side, compression=compression))
         return tuple(plans)
 
     def trainer_program(self, trainer_id: int) -> Program:
         """Return one trainer's program; raise ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
-        return self._cached(self.trainer_side.program, trainer_id)
+        return self._cached(self.trainer_writer.program, trainer_id)
 
     def trainer_startup_program(self, trainer_id: int) -> Program:
         """Return one trainer's startup program; raise ConfigError for an unknown id."""
         check_trainer_id(trainer_id, self.trainers)
-        return self._cached(self.trainer_side.startup, trainer_id)
+        return self._cached(self.trainer_writer.startup, trainer_id)
 
     def on_devices(self, program: Program) -> DeviceProgram | None:
         """Return the program of one device, if each trainer has several devices; otherwise None.
@@ -295,8 +295,8 @@ class PServerPlan(Plan):
           types: types of the inputs of `main` with the rows of this batch, before the split.
           trainer_id: id of the trainer.
         """
-        assert self.shared is not None and isinstance(self.trainer_side, TrainerSide)
-        return self.trainer_side.uneven(self.shared, types, trainer_id)
+        assert self.shared is not None and isinstance(self.trainer_writer, TrainerWriter)
+        return self.trainer_writer.uneven(self.shared, types, trainer_id)
 
     def _cached(self, write: Callable[[int], Program], trainer_id: int) -> Program:
         """Return `write(trainer_id)`; later calls return the same object.

@@ -29,7 +29,7 @@ def plan_notes(plan: Any) -> list[str]:
     for leaf, reason in plan.placement.unsliced.items():
         notes.append(f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}")
     notes += _shared_state_notes(plan)
-    notes += plan.callers
+    notes += plan.callback_notes
     notes += _device_notes(plan)
     notes += _update_notes(plan)
     if plan.frozen:

@@ -186,10 +186,10 @@ class ServerProgramWriter:
         for n, x in work.variables.items():
             if x.beside and (x.of, x.block) == (b.leaf, b.index):
                 beside.append(n)
-        rests = None
-        if table.zero.rests is not None:
-            rests = {b.named(n): number for n, number in table.zero.rests.items()}
-            rests |= dict.fromkeys(beside, 0)
+        initial_values = None
+        if table.zero.initial_values is not None:
+            initial_values = {b.named(n): number for n, number in table.zero.initial_values.items()}
+            initial_values |= dict.fromkeys(beside, 0)
         # The user's limit is for the full table. The limit of a block is proportional to its rows.
         limit = table.limit and -(-table.limit * b.rows // table.lookups.rows)
         return TableBlock(
@@ -199,8 +199,8 @@ class ServerProgramWriter:
             (b.name, *map(b.named, table.zero.state), *beside),
             gradients,
             table.updates_all,
-            table.catches_up,
-            rests,
+            table.changes_unread_rows,
+            initial_values,
             limit,
             leaf_moves=b.leaf in table.zero.moves,
             on_trainers=table.on_trainers,

@@ -134,7 +134,7 @@ class TrainerCommConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainerSide:
+class TrainerWriter:
     """Writer of the trainers' programs of one plan.
 
     Attributes:
@@ -157,7 +157,7 @@ class TrainerSide:
         """True if the runtime, not the program, cuts full leaves into the servers' blocks."""
         return self.comm.runtime_split
 
-    def with_compression(self, compression: Compression) -> TrainerSide:
+    def with_compression(self, compression: Compression) -> TrainerWriter:
         """Return the writer of programs that send gradients in other types."""
         comm = dataclasses.replace(self.comm, compression=compression)
         return dataclasses.replace(self, comm=comm)

@@ -80,7 +80,7 @@ from dtrans.parameter_server.tables.options import (
 from dtrans.parameter_server.tables.row_runs import with_row_runs
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
 from dtrans.parameter_server.trainer_devices import find_devices
-from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerSide
+from dtrans.parameter_server.trainer_program import TrainerCommConfig, TrainerWriter
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import SHARED
@@ -295,11 +295,11 @@ def pserver(
         options=options,
         placement=placed,
         servers=programs,
-        trainer_side=TrainerSide(step, placed, startup, comm, shared),
+        trainer_writer=TrainerWriter(step, placed, startup, comm, shared),
         update=served_update(step, update, comm),
         tables=tables,
         shared=shared,
-        callers=callers_of(plain.observers, caller, caller),
+        callback_notes=callers_of(plain.observers, caller, caller),
         compression=compression,
         devices=devices,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dtrans.errors import ConfigError, missing_extra
-from dtrans.pipeline_parallel.task import Play, Task, TimedTask
+from dtrans.pipeline_parallel.task import Task, TimedTask, Timeline
 
 
 if TYPE_CHECKING:
@@ -106,27 +106,29 @@ def _ink(colour: str) -> str:
 
 def draw(
     path: str | os.PathLike[str],
-    plays: Sequence[tuple[str, Iterable[TimedTask]]],
+    timelines: Sequence[tuple[str, Iterable[TimedTask]]],
     *,
     num_devices: int = 0,
     unit: str | Sequence[str] = "",
 ) -> None:
-    """Draw Gantt charts into an image file, one panel for each entry of `plays`.
+    """Draw Gantt charts into an image file, one panel for each entry of `timelines`.
 
     The times of a panel count from the panel's first task. In an SVG file, each bar is a group with
     an id such as `play0-F3-stage1`.
 
     Args:
       path: the file. Its suffix selects the format: .svg, .png, or another format of matplotlib.
-      plays: a title and timed tasks for each panel. The share of idle time is added to the title.
+      timelines: a title and timed tasks for each panel. The share of idle time is added to the
+        title.
       num_devices: the least number of rows; by default, the number of devices with a task.
       unit: the unit of time: one for all panels, or one for each panel. Panels with equal units
         share a scale.
 
     Raises:
-      ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no tasks.
+      ConfigError: matplotlib is not installed, the file cannot be written, or `timelines` has no
+        tasks.
     """
-    file, panels = Path(path), [(title, Play(timed)) for title, timed in plays]
+    file, panels = Path(path), [(title, Timeline(timed)) for title, timed in timelines]
     if isinstance(unit, str):
         unit = [unit] * len(panels)
     units = list(unit)
@@ -135,21 +137,21 @@ def draw(
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    devices = max(num_devices, *(play.num_devices for _, play in panels))
+    devices = max(num_devices, *(timeline.num_devices for _, timeline in panels))
     # This code does not use pyplot, which looks for a window system and changes global state.
     figure = Figure(figsize=(12, 0.6 + len(panels) * (0.75 + 0.3 * devices)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
 
     # The scale of each unit is the longest makespan of its panels.
     longest: dict[str, float] = {}
-    for unit_of_panel, (_, play) in zip(units, panels, strict=True):
+    for unit_of_panel, (_, timeline) in zip(units, panels, strict=True):
         so_far = longest.get(unit_of_panel, 0.0)
-        longest[unit_of_panel] = max(so_far, float(play.makespan))
+        longest[unit_of_panel] = max(so_far, float(timeline.makespan))
     shades: dict[tuple[str, int], Any] = {}
-    for axes, (title, play), unit_of_panel in zip(grid, panels, units, strict=True):
-        bubble = f"{title} (bubble {float(play.bubble):.1%})"
+    for axes, (title, timeline), unit_of_panel in zip(grid, panels, units, strict=True):
+        bubble = f"{title} (bubble {float(timeline.bubble):.1%})"
         _lay_out(axes, bubble, devices, longest[unit_of_panel], unit_of_panel)
-        for t in play:
+        for t in timeline:
             shades.setdefault((t.task.kind, t.task.stage // devices), _colour(t.task, devices))
 
     chunks = max(chunk for _, chunk in shades) + 1
@@ -170,8 +172,8 @@ def draw(
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "dtrans"}):
         figure.draw_without_rendering()  # This computes the widths of axes, which `_bars` reads.
-        for i, (axes, (_, play)) in enumerate(zip(grid, panels, strict=True)):
-            _bars(axes, i, play, devices)
+        for i, (axes, (_, timeline)) in enumerate(zip(grid, panels, strict=True)):
+            _bars(axes, i, timeline, devices)
         try:
             figure.savefig(file, dpi=150, metadata=metadata)
         except OSError as e:
@@ -180,7 +182,7 @@ def draw(
             ) from e
 
 
-def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str]) -> None:
+def _check(path: Path, panels: Sequence[tuple[str, Timeline]], units: Sequence[str]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise missing_extra("a Gantt chart needs matplotlib", "examples")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -196,19 +198,19 @@ def _check(path: Path, panels: Sequence[tuple[str, Play]], units: Sequence[str])
             "create it, or pass another path"
         )
     if not panels:
-        raise ConfigError("plays is empty; pass plays=[(title, timed tasks), ...]")
+        raise ConfigError("timelines is empty; pass timelines=[(title, timed tasks), ...]")
     if len(units) != len(panels):
         raise ConfigError(
-            f"unit has {len(units)} entries for {len(panels)} plays; pass one unit for each play, "
-            "or one string for all"
+            f"unit has {len(units)} entries for {len(panels)} timelines; pass one unit for each "
+            "timeline, or one string for all"
         )
-    for title, play in panels:
-        if not play:
-            raise ConfigError(f"the play {title!r} has no tasks to draw; pass at least one")
-        for t in play:
+    for title, timeline in panels:
+        if not timeline:
+            raise ConfigError(f"the timeline {title!r} has no tasks to draw; pass at least one")
+        for t in timeline:
             if t.task.kind not in KINDS:
                 raise ConfigError(
-                    f"the play {title!r} contains {t.task}, whose kind is {t.task.kind!r}; "
+                    f"the timeline {title!r} contains {t.task}, whose kind is {t.task.kind!r}; "
                     f"expected one of {', '.join(KINDS)}"
                 )
 
@@ -226,20 +228,20 @@ def _lay_out(axes: Axes, title: str, devices: int, longest: float, unit: str) ->
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _bars(axes: Axes, panel: int, play: Play, devices: int) -> None:
+def _bars(axes: Axes, panel: int, timeline: Timeline, devices: int) -> None:
     """Draw the bars of a panel. Wide bars contain the number of the micro-batch."""
     figure = axes.get_figure()
     assert figure is not None
     points_per_time = axes.get_window_extent().width * 72 / figure.dpi / axes.get_xlim()[1]
-    first = min(t.start for t in play)
-    axes.barh(range(devices), float(play.makespan), height=0.8, color=_IDLE, zorder=0)
-    lefts = [float(t.start - first) for t in play]
-    durations = [float(t.end - t.start) for t in play]
-    colours = [_colour(t.task, devices) for t in play]
-    rows = [t.device for t in play]
+    first = min(t.start for t in timeline)
+    axes.barh(range(devices), float(timeline.makespan), height=0.8, color=_IDLE, zorder=0)
+    lefts = [float(t.start - first) for t in timeline]
+    durations = [float(t.end - t.start) for t in timeline]
+    colours = [_colour(t.task, devices) for t in timeline]
+    rows = [t.device for t in timeline]
     bars = axes.barh(rows, durations, left=lefts, height=0.8, color=colours, edgecolor="white")
-    for bar, t, left, duration in zip(bars, play, lefts, durations, strict=True):
-        bar.set_gid(f"play{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
+    for bar, t, left, duration in zip(bars, timeline, lefts, durations, strict=True):
+        bar.set_gid(f"timeline{panel}-{t.task.kind}{t.task.micro}-stage{t.task.stage}")
         width, number = duration * points_per_time, str(t.task.micro)
         bar.set_linewidth(min(0.5, width / 5))
         # The width of a digit is about 0.65 times the font size.

@@ -104,7 +104,8 @@ class PipelinePlan(Plan):
         values.
       axes: maps an array of the batch to the dimension of its rows, if this is not 0.
       shown: the values for which the user called `dtrans.summary` or `dtrans.collect`.
-      callers: a note for each host callback of the step, which names the stage that calls it.
+      callback_notes: a note for each host callback of the step, which names the stage that calls
+        it.
     """
 
     main: Program
@@ -118,7 +119,7 @@ class PipelinePlan(Plan):
     values: Program | None
     axes: Mapping[str, int]
     shown: ShownValues
-    callers: tuple[str, ...]
+    callback_notes: tuple[str, ...]
 
     _right, _code = (0, 1, 3, 4, 5, 6, 7), 2
     _header = (
@@ -289,26 +290,26 @@ class PipelinePlan(Plan):
     def device_bytes(self, name: str) -> int:
         """Return the bytes that each device of a stage stores for one array of the state."""
         t = self.types[name]
-        for sliced in self.cuts.get(name, {}).values():
+        for sliced in self.slices_by_axis.get(name, {}).values():
             t = sliced.rank_type(t)
         return nbytes(t)
 
     @cached_property
-    def cuts(self) -> Mapping[str, Mapping[str, Sliced]]:
+    def slices_by_axis(self) -> Mapping[str, Mapping[str, Sliced]]:
         """Parameters and optimizer state that the devices of a stage store as slices.
 
         Maps the name of an array to a dict from mesh axis to the slices along this axis.
         """
-        cuts: dict[str, dict[str, Sliced]] = {}
+        slices_by_axis: dict[str, dict[str, Sliced]] = {}
         for name, sliced in retain(self.update.slices, self.state).items():
-            cuts[name] = {AXIS: sliced}
+            slices_by_axis[name] = {AXIS: sliced}
         sharding = self.model.sharding
         for name, axis in sharding.state.items():
             home = self.home(name)
             assert home is not None
             sliced = Sliced.from_shape(self.types[name].shape, axis, sharding.shards[home])
-            cuts.setdefault(name, {})[SPLIT] = sliced
-        return cuts
+            slices_by_axis.setdefault(name, {})[SPLIT] = sliced
+        return slices_by_axis
 
     # -- the plan as text ------------------------------------------------------------------------
 
@@ -335,7 +336,7 @@ class PipelinePlan(Plan):
         if self.shown.hidden:
             hidden = ", ".join(self.shown.hidden)
             notes.append(f"not computed, because it reads gradients or the update: {hidden}")
-        return [*notes, *self.callers]
+        return [*notes, *self.callback_notes]
 
     @cached_property
     def devices(self) -> VirtualDevices | None:

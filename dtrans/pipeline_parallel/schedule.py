@@ -6,7 +6,7 @@ pass, B computes the cotangents of inputs, and a third task (W) computes the gra
 
 The dependencies between tasks are the same in all schedules (`Schedule.needs`), so the orders
 define a schedule completely. The number of micro-batches in flight depends on the orders only.
-A simulation with the costs of tasks (`Schedule.play`) computes the duration of a step (the
+A simulation with the costs of tasks (`Schedule.timeline`) computes the duration of a step (the
 *makespan*) and the share of idle time (the *bubble*). A second simulation, in which every task
 takes one tick, gives the sequence in which one process dispatches all tasks.
 
@@ -33,10 +33,10 @@ from dtrans.pipeline_parallel import gantt
 from dtrans.pipeline_parallel.orders import ALIASES, ORDERS, check_tasks, topological_order
 from dtrans.pipeline_parallel.task import (
     Costs,
-    Play,
     Task,
     Time,
     TimedTask,
+    Timeline,
     checked_cost,
     needs,
     peak_in_flight,
@@ -163,9 +163,9 @@ class Schedule:
 
     # -- costs -----------------------------------------------------------------------------------
 
-    def play(
+    def timeline(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
-    ) -> Play:
+    ) -> Timeline:
         """Simulate a step: each device starts its next task when the operands have arrived.
 
         Args:
@@ -193,7 +193,7 @@ class Schedule:
     def makespan(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Time:
-        """Return the duration of a step. For the arguments, see `play`. Ints give an exact result.
+        """Return the duration of a step. `timeline` has the arguments. Ints give an exact result.
 
         Example:
           >>> schedule("PreferBackward", 2, 2).makespan()
@@ -201,15 +201,15 @@ class Schedule:
           >>> schedule("Interleaved", 2, 2, chunks=2).makespan()
           Fraction(15, 2)
         """
-        return self.play(forward, backward, weight, transfer).makespan
+        return self.timeline(forward, backward, weight, transfer).makespan
 
     @cached_property
     def bubble(self) -> Fraction:
-        """Share of time in which devices are idle, at the default costs of `play`.
+        """Share of time in which devices are idle, at the default costs of `timeline`.
 
-        `play(...).bubble` is the share at other costs.
+        `timeline(...).bubble` is the share at other costs.
         """
-        return Fraction(self.play().bubble)
+        return Fraction(self.timeline().bubble)
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
@@ -237,12 +237,12 @@ class Schedule:
         return tick_table(self._ticked, self.num_stages)
 
     @cached_property
-    def _ticked(self) -> Play:
+    def _ticked(self) -> Timeline:
         """Simulation in which every task takes one tick."""
-        tick = self.chunks  # `play` divides the costs of a device by its number of chunks.
-        # The argument `backward` of `play` includes the cost of W.
+        tick = self.chunks  # `timeline` divides the costs of a device by its number of chunks.
+        # The argument `backward` of `timeline` includes the cost of W.
         kinds = 2 if self.splits_backward else 1
-        return self.play(forward=tick, backward=kinds * tick, weight=tick)
+        return self.timeline(forward=tick, backward=kinds * tick, weight=tick)
 
     # -- tables and charts -----------------------------------------------------------------------
 
@@ -260,33 +260,34 @@ class Schedule:
     def gantt(
         self,
         path: str | os.PathLike[str],
-        plays: Sequence[tuple[str, Iterable[TimedTask]]] | None = None,
+        timelines: Sequence[tuple[str, Iterable[TimedTask]]] | None = None,
         *,
         unit: str | Sequence[str] | None = None,
     ) -> None:
-        """Draw a Gantt chart of this schedule, or of the given plays, into an image file.
+        """Draw a Gantt chart of this schedule, or of the given timelines, into an image file.
 
         Args:
           path: the file. Its suffix selects the format: .svg, .png, ...
-          plays: a title and timed tasks for each panel, for example the plan and the measured run.
-            The default is one panel: this schedule at the default costs of `play`.
+          timelines: a title and timed tasks for each panel, for example the plan and the measured
+            run. The default is one panel: this schedule at the default costs of `timeline`.
           unit: the unit of time: one for all panels, or one for each panel. Panels with equal units
             share a scale.
 
         Raises:
-          ConfigError: matplotlib is not installed, the file cannot be written, or `plays` has no
-            tasks.
+          ConfigError: matplotlib is not installed, the file cannot be written, or `timelines` has
+            no tasks.
 
         Example:
           >>> import tempfile
           >>> planned = schedule("PreferBackward", 4, 8)
-          >>> plays = [("no transfers", planned.play()), ("slow", planned.play(transfer=1))]
+          >>> slow = planned.timeline(transfer=1)
+          >>> timelines = [("no transfers", planned.timeline()), ("slow", slow)]
           >>> with tempfile.TemporaryDirectory() as folder:
-          ...     planned.gantt(f"{folder}/transfer.svg", plays)
+          ...     planned.gantt(f"{folder}/transfer.svg", timelines)
         """
-        if plays is None:
-            plays, unit = [(self.name, self.play())], unit or "forwards of a stage"
-        gantt.draw(path, plays, num_devices=self.num_stages, unit=unit or "")
+        if timelines is None:
+            timelines, unit = [(self.name, self.timeline())], unit or "forwards of a stage"
+        gantt.draw(path, timelines, num_devices=self.num_stages, unit=unit or "")
 
     def __str__(self) -> str:
         return gantt.text(self.title, self.ticks())
@@ -310,7 +311,7 @@ def schedule(
     """Return a named schedule for `num_stages` devices.
 
     In this list, S is the number of devices, M the number of micro-batches, and s the index of a
-    device. The *bubble* is the share of idle time at the default costs of `Schedule.play`. The
+    device. The *bubble* is the share of idle time at the default costs of `Schedule.timeline`. The
     *peak* is the largest number of micro-batches in flight on device s. The bubble of the first
     three schedules is (S - 1) / (M + S - 1).
 

@@ -28,12 +28,12 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
+    body_indices,
     closed_with,
     is_reversed,
     resized,
     scan_iterations,
     scan_length,
-    wiring,
 )
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import avals, variables
@@ -84,7 +84,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     found = []
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
-            xs = variables(values_at(eqn.invars, wiring(eqn).slices))
+            xs = variables(values_at(eqn.invars, body_indices(eqn).slices))
             if not forward.diff.keys().isdisjoint(xs):
                 found.append(i)
     return found
@@ -133,17 +133,17 @@ def write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[in
       eqn: the scan.
       bounds: the first iteration of each part, then the number of iterations.
     """
-    wires, operands = wiring(eqn), list(eqn.invars)
-    stacked: dict[int, list[Atom]] = {j: [] for j in wires.stacks}
+    indices, operands = body_indices(eqn), list(eqn.invars)
+    stacked: dict[int, list[Atom]] = {j: [] for j in indices.stacks}
     last = len(bounds) - 2
     for k, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        for i in wires.slices:
+        for i in indices.slices:
             operands[i] = b.part(eqn.invars[i], 0, start, stop)
         types = avals(eqn.outvars)
         for j in stacked:
             types[j] = resized(types[j], 0, stop - start)
         outputs = b.copy(eqn, operands, types, **scan_iterations(stop - start))
-        for i, j in wires.carried.items():
+        for i, j in indices.carried.items():
             operands[i] = outputs[j]
         for j, rows in stacked.items():
             rows.append(outputs[j])

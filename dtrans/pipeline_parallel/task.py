@@ -1,6 +1,6 @@
 """Tasks of a schedule, their dependencies, and the simulation of their times.
 
-A *play* is a list of tasks with start and end times, simulated here or measured in a run.
+A *timeline* is a list of tasks with start and end times, simulated here or measured in a run.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ class TimedTask(NamedTuple):
     end: Time
 
 
-class Play(tuple[TimedTask, ...]):
+class Timeline(tuple[TimedTask, ...]):
     """Timed tasks of a step, in any unit of time. They are simulated or measured.
 
     Example:
       >>> from dtrans.pipeline_parallel.task import Task
       >>> first = TimedTask(Task("F", 0, 0), 0, 10.0, 10.5)
-      >>> ran = Play([first, TimedTask(Task("F", 1, 0), 1, 10.5, 11.0)])
+      >>> ran = Timeline([first, TimedTask(Task("F", 1, 0), 1, 10.5, 11.0)])
       >>> ran.makespan, ran.bubble
       (1.0, 0.5)
     """
@@ -121,7 +121,7 @@ def task_costs(
     Args:
       num_stages, chunks: the number of devices, and the number of model stages on each device.
       splits_backward: True if W tasks compute the gradients of weights.
-      forward, backward, weight: see `Schedule.play`.
+      forward, backward, weight: see `Schedule.timeline`.
     """
     by_stage = lambda what, costs: _by_stage(what, costs, num_stages, chunks)
     forwards, backwards = by_stage("forward", forward), by_stage("backward", backward)
@@ -176,7 +176,7 @@ def checked_cost(what: str, cost: object) -> float:
 
 def play_tasks(
     tasks: Sequence[Task], num_stages: int, costs: Mapping[str, Sequence[Time]], transfer: float
-) -> Play:
+) -> Timeline:
     """Simulate tasks: each device starts its next task when the operands have arrived.
 
     Args:
@@ -198,7 +198,7 @@ def play_tasks(
             start = max(start, ready)
         free[device] = ends[task] = start + costs[task.kind][task.stage]
         timed.append(TimedTask(task, device, start, ends[task]))
-    return Play(sorted(timed, key=lambda t: (t.start, t.device)))
+    return Timeline(sorted(timed, key=lambda t: (t.start, t.device)))
 
 
 def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
@@ -212,7 +212,7 @@ def peak_in_flight(order: Sequence[Task], splits_backward: bool) -> int:
     return most
 
 
-def tick_table(ticked: Play, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
+def tick_table(ticked: Timeline, num_stages: int) -> tuple[tuple[Task | None, ...], ...]:
     """Return the task of each device in each tick, as [device][tick]; None for an idle tick.
 
     Args:

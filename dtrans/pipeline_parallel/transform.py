@@ -379,7 +379,7 @@ def plan_pipeline(
         values=values,
         axes={n: axis for n, axis in axes.items() if axis},
         shown=ShownValues(tuple(forward.summaries), forward.collected, tuple(map(str, hidden))),
-        callers=callers_of(original.observers, caller, ""),
+        callback_notes=callers_of(original.observers, caller, ""),
     )
 
 

@@ -90,4 +90,4 @@ def _state(plan: PipelinePlan) -> Any:
     """
     homes = {n: plan.home(n) for n in plan.state}
     types = {n: (t.shape, t.dtype) for n, t in subset(plan.types, plan.state).items()}
-    return plan.options.num_stages, homes, plan.cuts, types, plan.model.homes
+    return plan.options.num_stages, homes, plan.slices_by_axis, types, plan.model.homes

@@ -15,10 +15,10 @@ from dtrans._jax import (
     ClosedJaxpr,
     JaxprEqn,
     Var,
+    body_indices,
     is_reversed,
     opened,
     scan_length,
-    wiring,
 )
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import variables
@@ -114,7 +114,7 @@ def _bounds(eqn: JaxprEqn, stacks: Stacks) -> list[int] | None:
     if eqn.primitive.name != SCAN or is_reversed(eqn):
         return None
     found = set()
-    for v in variables(values_at(eqn.invars, wiring(eqn).slices)):
+    for v in variables(values_at(eqn.invars, body_indices(eqn).slices)):
         if v not in stacks:
             continue
         if any(r.part.axis != 0 for r in stacks[v]):

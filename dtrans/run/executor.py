@@ -38,7 +38,7 @@ from dtrans.protocol.trainer.operation import Operation
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.base.batch import on_one_device
 from dtrans.run.base.nonfinite import NonfiniteCheck
-from dtrans.run.base.segments import Compute, Rules, Segments, cut_program
+from dtrans.run.base.segments import Compute, Rules, Segments, divide_program
 from dtrans.run.collective.cluster import ClusterFabric, is_of_cluster
 from dtrans.run.net.net_options import allows_remote, choose_encryption
 from dtrans.run.net.sockets import DEADLINE, PATIENCE
@@ -395,7 +395,7 @@ def snapshot_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segme
     rules = _computed(program)
     if mesh is not None:
         return mesh.cut(rules, group_bytes=GROUP_BYTES)
-    return cut_program(program, computed=rules, carried={init_on_use_p}, group_bytes=GROUP_BYTES)
+    return divide_program(program, computed=rules, carried={init_on_use_p}, group_bytes=GROUP_BYTES)
 
 
 def _computed(program: Program) -> Rules:

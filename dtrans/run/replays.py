@@ -336,7 +336,7 @@ def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
     """
     found = {}
     for n, t in plan.tables.of.items():
-        if t.zero.moves and not (t.catches_up or t.updates_all):
+        if t.zero.moves and not (t.changes_unread_rows or t.updates_all):
             found[n] = t
     return found
 

@@ -118,7 +118,7 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     if plan.compression.is_used:
         exact = trace_servers(_without_compression(plan), batch)
         why = "the rounding of compressed messages, which verify() leaves out"
-        return dataclasses.replace(exact, unfollowed=(*exact.unfollowed, why))
+        return dataclasses.replace(exact, unevaluated=(*exact.unevaluated, why))
     tables = plan.tables.of
     rows = min((t.lookups.starts for t in tables.values()), default=0)
     if not plan.sync_mode:
@@ -126,9 +126,9 @@ def trace_servers(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     replay = replay_lazy(plan, _batch_types(plan, batch))
     job = MeshJob(plan, jax.devices()[:1], donate=False, way=VERIFY)
     traced = trace_step(job, batch)
-    remarks = (*traced.unfollowed, *row_filters(plan))
-    traced = dataclasses.replace(traced, rows=rows, replay=replay, unfollowed=remarks)
-    if not any(t.catches_up for t in tables.values()):
+    remarks = (*traced.unevaluated, *row_filters(plan))
+    traced = dataclasses.replace(traced, rows=rows, replay=replay, unevaluated=remarks)
+    if not any(t.changes_unread_rows for t in tables.values()):
         return traced
     # A second trace covers the code by which rows catch up on missed steps.
     late = dataclasses.replace(
@@ -164,7 +164,7 @@ def trace_turns(plan: PServerPlan, batch: Sequence[Any]) -> TracedStep:
     turns = order.rounds if plan.push_every else len(order.turns)
     remarks = (*unmerged(plan), *row_filters(plan))
     return dataclasses.replace(
-        trace_step(job, stacked), replay=replay, steps_per_replay=turns, unfollowed=remarks
+        trace_step(job, stacked), replay=replay, steps_per_replay=turns, unevaluated=remarks
     )
 
 
@@ -259,7 +259,7 @@ def _with_equal_parts(traced: TracedStep, plan: Any) -> TracedStep:
         size = shared.part.program.inputs[n].shape[axis]
         parts[n] = axis, shared.rows // size
     reason = "reductions in dtrans.local() on parts that differ, which one device does not compute"
-    return dataclasses.replace(traced, equal_parts=parts, unfollowed=(reason,))
+    return dataclasses.replace(traced, equal_parts=parts, unevaluated=(reason,))
 
 
 def _trace_init(job: Job | OrderedJob) -> Any:

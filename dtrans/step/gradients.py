@@ -25,7 +25,7 @@ conditions hold. An output of a loop becomes the new parameter, and no later equ
 parameter.
 
 A loop over micro-batches may return derivatives together with other values, such as the loss. So
-`OpenStep.derivatives` is a set of values, not of equations.
+`InlinedStep.derivatives` is a set of values, not of equations.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
+    body_indices,
     equations_inside,
     has_bodies,
     jaxprs_in_params,
@@ -52,7 +53,6 @@ from dtrans._jax import (
     linear_group,
     opened,
     scope_of,
-    wiring,
 )
 from dtrans.errors import GradientError
 from dtrans.ir.dataflow import (
@@ -73,7 +73,7 @@ from dtrans.step.marks import mark_p
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OpenStep(HoldsJaxpr):
+class InlinedStep(HoldsJaxpr):
     """Training step with its calls (`jax.jit`) inlined, and lookups of its values by name.
 
     Functions of this package search for gradients in the flat list of equations of this object.
@@ -163,7 +163,7 @@ class OpenStep(HoldsJaxpr):
         return [i for i in positions if not wanted.isdisjoint(self.eqns[i].outvars)]
 
 
-def open_step(program: Program) -> OpenStep:
+def inline_step(program: Program) -> InlinedStep:
     """Inline the calls of a traced training step, and check that the program is a training step.
 
     Raises:
@@ -180,7 +180,7 @@ def open_step(program: Program) -> OpenStep:
             f"{program.ambiguous_outputs}; return (params, opt_state, loss, ...) in this order, or "
             "a dict whose keys are the names of the arguments"
         )
-    step = OpenStep(program, inline_calls(program.jaxpr))
+    step = InlinedStep(program, inline_calls(program.jaxpr))
     missing = [n for n in (*step.params, *step.opt_state) if n not in step.outs]
     if missing or not step.params:
         (first, *_) = [*missing, "value of its first argument"]
@@ -216,7 +216,7 @@ class Gradients:
     sums: frozenset[int] = frozenset()
 
 
-def gradients_of(step: OpenStep) -> Gradients:
+def gradients_of(step: InlinedStep) -> Gradients:
     """Find a step's gradients: those that `dtrans.value_and_grad` marked, or else inferred ones.
 
     Raises:
@@ -225,7 +225,7 @@ def gradients_of(step: OpenStep) -> Gradients:
     return marked(step) or _inferred(step)
 
 
-def marked(step: OpenStep) -> Gradients | None:
+def marked(step: InlinedStep) -> Gradients | None:
     """Return the gradients that `dtrans.value_and_grad` marked; None if the step has no marks.
 
     Raises:
@@ -294,7 +294,7 @@ OTHER_GRADIENTS = (
 )
 
 
-def _read_marks(step: OpenStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
+def _read_marks(step: InlinedStep, leaf: str, leaf_marks: Sequence[Var]) -> list[Var]:
     """Return those marked gradients of a parameter that the new parameter depends on.
 
     A step may differentiate several losses with respect to one parameter, and use only some of the
@@ -327,7 +327,7 @@ class Total:
 
 
 def sum_of(
-    step: OpenStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
+    step: InlinedStep, leaf: str, terms: Collection[Var], graded: Iterable[Var]
 ) -> Total | None:
     """Find the sum of several gradients of one parameter in a step.
 
@@ -395,7 +395,7 @@ def _is_linear(
     return True
 
 
-def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
+def _leaf_behind(step: InlinedStep, atom: Atom) -> str | None:
     """Return the parameter from which a value is computed by casts or other unary equations.
 
     `dtrans.value_and_grad` may get a cast of a parameter, such as `w.astype(bfloat16)`. The mark
@@ -411,7 +411,7 @@ def _leaf_behind(step: OpenStep, atom: Atom) -> str | None:
     return name if name in step.params else None
 
 
-def _inferred(step: OpenStep) -> Gradients:
+def _inferred(step: InlinedStep) -> Gradients:
     """Infer the gradients of a step without marks, by the rules of the module's docstring.
 
     Raises:
@@ -470,7 +470,7 @@ def _inferred(step: OpenStep) -> Gradients:
 
 
 def _read_elsewhere(
-    step: OpenStep, names: Sequence[str], candidates: Collection[Var], known: Collection[Var]
+    step: InlinedStep, names: Sequence[str], candidates: Collection[Var], known: Collection[Var]
 ) -> dict[str, Var]:
     """Find gradients that only the updates of other parameters read.
 
@@ -509,7 +509,7 @@ def _read_elsewhere(
     return found
 
 
-def nested(step: OpenStep, gradients: Collection[Var]) -> str:
+def nested(step: InlinedStep, gradients: Collection[Var]) -> str:
     """Return a text for an equation that computes perturbed parameters from a first gradient.
 
     Sharpness-aware minimization perturbs the parameters by a first gradient, and takes the final
@@ -535,7 +535,7 @@ def nested(step: OpenStep, gradients: Collection[Var]) -> str:
 
 
 def _check_inferred(
-    step: OpenStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
+    step: InlinedStep, name: str, candidate: Var, reads_params: Mapping[Var, int]
 ) -> None:
     """Raise GradientError if an inferred gradient is probably the parameter after several updates.
 
@@ -560,7 +560,7 @@ def _check_inferred(
 
 
 def candidates_for(
-    step: OpenStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
+    step: InlinedStep, name: str, among: Collection[Var], stop: Collection[Var] = frozenset()
 ) -> set[Var]:
     """Return the values that may be the gradient of a parameter.
 
@@ -581,7 +581,7 @@ def candidates_for(
     return (met or _reached(step, out, ends)) & fits
 
 
-def _single_numbers(step: OpenStep) -> set[Var]:
+def _single_numbers(step: InlinedStep) -> set[Var]:
     """Return the values with one element that equations of the step compute, such as norms."""
     found: set[Var] = set()
     for eqn in step.eqns:
@@ -589,7 +589,7 @@ def _single_numbers(step: OpenStep) -> set[Var]:
     return found
 
 
-def crossing(step: OpenStep) -> set[Var]:
+def crossing(step: InlinedStep) -> set[Var]:
     """Return the derivatives that leave the backward pass: candidates for gradients.
 
     The step returns them, or an equation outside of the backward pass reads them.
@@ -601,7 +601,9 @@ def crossing(step: OpenStep) -> set[Var]:
     return used & step.derivatives
 
 
-def _shape_keeping(step: OpenStep, out: Atom, shape: tuple[int, ...], fits: set[Var]) -> set[Var]:
+def _shape_keeping(
+    step: InlinedStep, out: Atom, shape: tuple[int, ...], fits: set[Var]
+) -> set[Var]:
     """Return the values in `fits` that `out` reads through a chain of values of one shape.
 
     A chain ends at the first value in `fits`. Elementwise optimizers such as Adam connect gradient
@@ -644,7 +646,7 @@ def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Seque
     if not has_bodies(eqn) or eqn.primitive.name in LOOPS:
         return eqn.invars
     found: list[Atom] = []
-    for body, read in zip(map(opened, bodies(eqn)), wiring(eqn).ins, strict=True):
+    for body, read in zip(map(opened, bodies(eqn)), body_indices(eqn).ins, strict=True):
         operands = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
         result = body.outvars[eqn.outvars.index(out)]
         inputs = _ends_of_paths(result, shape, body.eqns, producer_positions(body.eqns), ())
@@ -653,7 +655,7 @@ def _operands_on_paths(eqn: JaxprEqn, out: Var, shape: tuple[int, ...]) -> Seque
 
 
 def _reached(
-    step: OpenStep, out: Atom, fits: set[Var], blocked: Collection[Var] = frozenset()
+    step: InlinedStep, out: Atom, fits: set[Var], blocked: Collection[Var] = frozenset()
 ) -> set[Var]:
     """Return the values in `fits` on which `out` depends; paths end at `fits` and `blocked`."""
     if not fits:
@@ -662,7 +664,7 @@ def _reached(
     return reached & fits
 
 
-def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
+def counts_rows(step: InlinedStep, count: Var, out: Atom) -> bool:
     """Return True if a state array counts rows of the batch, and no other state reads the count.
 
     Trainers must compute such a count, because servers do not know the batch size. A count of rows
@@ -685,7 +687,7 @@ def counts_rows(step: OpenStep, count: Var, out: Atom) -> bool:
     return not bits_of(enters, *others)
 
 
-def describe(step: OpenStep, var: Var) -> str:
+def describe(step: InlinedStep, var: Var) -> str:
     """Describe a value for an error message: its type, primitive, name stack and source line."""
     eqn = step.eqns[step.producers[var]]
     line = line_of(eqn)

@@ -41,12 +41,12 @@ from dtrans.ir.selection import invert, values_at
 from dtrans.step.gradients import (
     OTHER_GRADIENTS,
     Gradients,
-    OpenStep,
+    InlinedStep,
     counts_rows,
     describe,
     gradients_of,
+    inline_step,
     nested,
-    open_step,
 )
 from dtrans.step.marks import mark_p
 from dtrans.step.observers import EARLY, Observer, observers_of
@@ -462,7 +462,7 @@ def leave_undivided(program: Program, reason: str) -> DividedStep:
     Raises:
       GradientError: the program is not a training step.
     """
-    s = open_step(program)
+    s = inline_step(program)
     state = (*s.params, *s.opt_state)
     roles = (FORWARD,) * len(s.eqns)
     forward = dataclasses.replace(s.source, jaxpr=s.jaxpr, roles=roles, guessed=False)
@@ -524,7 +524,7 @@ def _check_state_types(program: Program, other: Program) -> None:
 
 
 def _divide(program: Program) -> DividedStep:
-    return _StepDivider(open_step(program)).divide()
+    return _StepDivider(inline_step(program)).divide()
 
 
 class _StepDivider:
@@ -536,7 +536,7 @@ class _StepDivider:
       step: the step, with calls inlined.
     """
 
-    def __init__(self, step: OpenStep) -> None:
+    def __init__(self, step: InlinedStep) -> None:
         self.s = step
         self.across: Need | None = None
         self.argument_need: Need | None = None
@@ -824,7 +824,7 @@ class _StepDivider:
 
 
 def _updated_param_need(
-    s: OpenStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
+    s: InlinedStep, gradients: Mapping[str, Atom], boundary: Iterable[Var]
 ) -> Need | None:
     """Find a gradient that is computed from an already updated parameter.
 
@@ -862,7 +862,7 @@ def _updated_param_need(
 
 
 def _reader_of_derivative(
-    s: OpenStep,
+    s: InlinedStep,
     outs: Sequence[Atom],
     names: Sequence[str],
     gradients: Mapping[str, Var],
@@ -888,7 +888,7 @@ def _reader_of_derivative(
 
 
 def _first_reader(
-    s: OpenStep,
+    s: InlinedStep,
     outs: Sequence[Atom],
     names: Sequence[str],
     gradients: Mapping[str, Var],

@@ -48,7 +48,7 @@ from dtrans.ops import trainer_index_p
 
 
 if TYPE_CHECKING:
-    from dtrans.step.gradients import OpenStep
+    from dtrans.step.gradients import InlinedStep
 
 
 STATE, FORWARD, GRADIENTS, UPDATE = "state", "forward", "gradients", "update"
@@ -90,7 +90,7 @@ class Observer:
 
 
 def observers_of(
-    step: OpenStep, gradients: Collection[Var], optimize: Sequence[int], asked: Collection[str]
+    step: InlinedStep, gradients: Collection[Var], optimize: Sequence[int], asked: Collection[str]
 ) -> tuple[Observer, ...]:
     """Find the host callbacks (and other effects) of a step, and the kind of values they read.
 

@@ -41,7 +41,7 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, combine, unused_name
 from dtrans.ir.selection import values_at
-from dtrans.step.gradients import OpenStep, candidates_for, counts_rows, crossing, marked
+from dtrans.step.gradients import InlinedStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
 
 
@@ -81,7 +81,7 @@ def is_train_state_step(program: Program, startup: Program | None) -> bool:
     returned = startup.out.unflatten_named(startup.outputs)
     if leaf_types(types) != leaf_types(returned):
         return False
-    step = OpenStep(program, inline_calls(program.jaxpr))
+    step = InlinedStep(program, inline_calls(program.jaxpr))
     gradients = marked(step)
     read = _read_by_forward(step, gradients.of.values() if gradients else crossing(step), second)
     return all(n in read or step.outs[n] is step.vars[n] for n in second)
@@ -93,7 +93,7 @@ def split_step(program: Program) -> Program:
     Raises:
       GradientError: the state has no parameter; the message lists the kinds of the leaves.
     """
-    kinds = kinds_of(OpenStep(program, inline_calls(program.jaxpr)))
+    kinds = kinds_of(InlinedStep(program, inline_calls(program.jaxpr)))
     if PARAMETER not in kinds.values():
         found = ", ".join(f"{n} ({kind})" for n, kind in [*kinds.items()][:6])
         more = ", ..." if len(kinds) > 6 else ""
@@ -179,7 +179,7 @@ def _spec(tree: Any) -> TreeSpec:
 # -- kinds of leaves -------------------------------------------------------------------------------
 
 
-def kinds_of(step: OpenStep) -> dict[str, str]:
+def kinds_of(step: InlinedStep) -> dict[str, str]:
     """Decide for each array of a state if it is a parameter, optimizer state, or another kind.
 
     The module's docstring lists the kinds.
@@ -227,7 +227,9 @@ def kinds_of(step: OpenStep) -> dict[str, str]:
     return {n: kind(n) for n in step.params}
 
 
-def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence[str]) -> set[str]:
+def _read_by_forward(
+    step: InlinedStep, gradients: Collection[Var], names: Sequence[str]
+) -> set[str]:
     """Return the arrays of the state that the forward or backward pass reads.
 
     Args:
@@ -245,7 +247,7 @@ def _read_by_forward(step: OpenStep, gradients: Collection[Var], names: Sequence
     return {n for i, n in enumerate(names) if bits >> i & 1}
 
 
-def _parameters(step: OpenStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
+def _parameters(step: InlinedStep, gradients: Collection[Var], read: Collection[str]) -> set[str]:
     """Return the arrays of the state that are parameters, in a step without marked gradients.
 
     The forward pass reads a parameter, and its new value depends on a gradient. A dependency

@@ -30,7 +30,7 @@ JAX in the field.
     random_points     random inputs (points) at which both programs are evaluated
     check             comparison of a job's step with the one-device step
     outcome           report of a verification
-    by_hand           `dtrans.verify`, for steps that users wrote with `shard_map`
+    user_shard_map    `dtrans.verify`, for steps that users wrote with `shard_map`
     relations         text that compares a wrong value with the right value
     repairs           search for the collective at fault, by changes of one collective
 

@@ -24,7 +24,7 @@ from dtrans.ir.dataflow import avals
 from dtrans.ir.program import Program
 from dtrans.ir.selection import subset, values_at
 from dtrans.verification import field_values as values
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.field import Array
 from dtrans.verification.field_values import Complex, NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.naming import find_causes
@@ -146,7 +146,7 @@ class Comparison:
     ) -> Report:
         """Compare the job's step `traced` at random points, but none of its `other_steps`."""
         begun = time.monotonic()
-        found = Findings(unfollowed=dict.fromkeys(self.traced.unfollowed))
+        found = Findings(unevaluated=dict.fromkeys(self.traced.unevaluated))
         with np.errstate(all="ignore"):
             first_state = self._compare_first_state(found, np.random.default_rng(seed))
             if start is None and first_state:
@@ -193,7 +193,7 @@ class Comparison:
             except NearTie:
                 continue
         else:
-            found.unfollowed["a near tie in init at every point that was tried"] = None
+            found.unevaluated["a near tie in init at every point that was tried"] = None
             found.skipped |= dict.fromkeys(names)
             return {}
         leaves = dict(zip(self.leaf_types, wanted, strict=True))
@@ -274,7 +274,7 @@ class Comparison:
         with contextlib.suppress(NearTie), values.ties_by_elements():
             wanted = self._at_a_point(tried, state, batch, rng, compared=compared)
         if wanted is None or tried.differences:
-            found.unfollowed[NEAR_TIES] = None
+            found.unevaluated[NEAR_TIES] = None
         else:
             found.compared, found.points = tried.compared, tried.points
             found.not_finite = tried.not_finite
@@ -349,7 +349,7 @@ class Findings:
 
     Attributes:
       differences: difference of each output that differs, by name.
-      compared, skipped, unfollowed, points: as in `Report`; the dicts are ordered sets.
+      compared, skipped, unevaluated, points: as in `Report`; the dicts are ordered sets.
       not_finite: True if a compared value has an infinity or NaN.
       concludes_equal_only: True if the comparison can prove that outputs are equal, but not that
         they differ. Then an output that differs is recorded as skipped.
@@ -358,7 +358,7 @@ class Findings:
     differences: dict[str, Difference] = dataclasses.field(default_factory=dict)
     compared: dict[str, None] = dataclasses.field(default_factory=dict)
     skipped: dict[str, None] = dataclasses.field(default_factory=dict)
-    unfollowed: dict[str, None] = dataclasses.field(default_factory=dict)
+    unevaluated: dict[str, None] = dataclasses.field(default_factory=dict)
     points: int = 0
     not_finite: bool = False
     concludes_equal_only: bool = False
@@ -369,7 +369,7 @@ class Findings:
         Raises:
           NearTie: two values that the program compares differ only by rounding, at this point.
         """
-        outputs = World(unknown=self.unfollowed).run(jaxpr, [(x,) for x in arguments])
+        outputs = Evaluator(unknown=self.unevaluated).run(jaxpr, [(x,) for x in arguments])
         return [x for (x,) in outputs]
 
     def note(self, name: str, x: Any, y: Any, there: Array | None = None) -> None:
@@ -421,7 +421,7 @@ class Findings:
             compare(range_)
             if not self.not_finite:
                 return
-        self.unfollowed["infinities and NaN, which all compare equal"] = None
+        self.unevaluated["infinities and NaN, which all compare equal"] = None
 
     def name_causes(
         self,
@@ -449,7 +449,7 @@ class Findings:
             title,
             tuple(self.differences.values()),
             compared,
-            tuple(self.unfollowed),
+            tuple(self.unevaluated),
             tuple(self.skipped),
             self.points,
             seconds,

@@ -1,8 +1,8 @@
 """Evaluation of a jaxpr in a finite field, for all ranks of a mesh at once.
 
 The value of a variable is a tuple with one entry for each rank. If several ranks have the same
-object as their entry, an equation is computed once for these ranks. `World` is the evaluator. A
-program for one device has one rank. For the body of a `shard_map`, `World` creates an inner
+object as their entry, an equation is computed once for these ranks. `Evaluator` is the evaluator. A
+program for one device has one rank. For the body of a `shard_map`, `Evaluator` creates an inner
 evaluator, with one rank for each device of the mesh.
 
 Read `field_values` first. The rules of primitives are in `rules` and `rank_collectives`.
@@ -29,6 +29,7 @@ from dtrans._jax import (
     Literal,
     axes_of,
     bodies,
+    body_indices,
     combiner_of,
     constants,
     equations,
@@ -41,14 +42,13 @@ from dtrans._jax import (
     plain_type,
     scan_length,
     shard_map_of,
-    wiring,
 )
 from dtrans.ir.dataflow import live_equations
 from dtrans.ir.selection import retain, values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.complex_rules import COMPLEX, is_of_complex
 from dtrans.verification.exact_rules import EXACT_SUMS
-from dtrans.verification.field_values import Complex, Real, UnfollowedError, Unknown
+from dtrans.verification.field_values import Complex, NoRuleError, Real, Unknown
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.movement_rules import move_rows
 from dtrans.verification.rank_collectives import (
@@ -66,7 +66,7 @@ from dtrans.verification.value_log import ValueLog
 # Largest number of evaluations of equations. An equation in a loop counts in every iteration. A
 # larger number would take minutes.
 MOST_EQUATIONS = 200_000
-# Primitives that a method of `World` evaluates, and not a rule of another module.
+# Primitives that a method of `Evaluator` evaluates, and not a rule of another module.
 HANDLED = (
     SCAN,
     *LOOPS,
@@ -96,7 +96,7 @@ CALLS = (
 )
 
 
-class World:
+class Evaluator:
     """Evaluator of a program in a finite field, for all ranks (devices) of a mesh at once.
 
     A value is a tuple with one entry for each rank. Ranks with the same object share the work.
@@ -206,7 +206,7 @@ class World:
                 (body,) = bodies(eqn)
                 return self.run(body, operands)
             return self.log_outputs(eqn, operands, self.each(eqn, operands))
-        except UnfollowedError as e:
+        except NoRuleError as e:
             return self.unknown_outputs(eqn, f"{name}: {e}")
 
     def log_outputs(
@@ -243,9 +243,9 @@ class World:
         if is_identity(eqn):
             return operands[:1]
         if getattr(eqn.primitive, "communicates", False):
-            raise UnfollowedError("the equation needs a server or another trainer")
+            raise NoRuleError("the equation needs a server or another trainer")
         if name in NOT_REPEATABLE:
-            raise UnfollowedError("the outputs differ from run to run")
+            raise NoRuleError("the outputs differ from run to run")
         if name == "move_rows":
             return move_rows(eqn, operands)
         if name in EXACT_SUMS:
@@ -260,9 +260,9 @@ class World:
         if name in MATRICES:
             return MATRICES[name](eqn, operands)
         if of_complex:
-            raise UnfollowedError("there is no rule for complex numbers")
+            raise NoRuleError("there is no rule for complex numbers")
         if name not in REAL:
-            raise UnfollowedError("there is no rule for floats")
+            raise NoRuleError("there is no rule for floats")
         return REAL[name](eqn, operands)
 
     def unknown_outputs(self, eqn: JaxprEqn, reason: str) -> list[Ranked]:
@@ -279,9 +279,7 @@ class World:
         """Evaluate a collective: call its rule once for each group of ranks that it connects."""
         over = mesh_axes(eqn)
         if len(over) < len(axes_of(eqn)):
-            raise UnfollowedError(
-                "the equation reduces over mesh axes and array dimensions at once"
-            )
+            raise NoRuleError("the equation reduces over mesh axes and array dimensions at once")
         rule, groups = GROUPS[eqn.primitive.name], groups_of(self.axes, over)
         if (subgroups := eqn.params.get("axis_index_groups")) is not None:
             groups = _split_groups(groups, subgroups)
@@ -309,37 +307,37 @@ class World:
     def _shard_map(self, eqn: JaxprEqn, operands: list[Ranked]) -> list[Ranked]:
         """Evaluate a `shard_map`: split operands over the mesh, and run the body for all ranks."""
         if self.count != 1:
-            raise UnfollowedError("the equation is a shard_map in the body of another shard_map")
+            raise NoRuleError("the equation is a shard_map in the body of another shard_map")
         sharded = shard_map_of(eqn)
         # Along automatic axes the body sees global values, so only manual axes have ranks.
         axes = retain(sharded.axes, sharded.manual)
-        world = self._enter(self.inner(axes))
+        evaluator = self._enter(self.inner(axes))
         arguments: list[Ranked] = []
         for x, spec in zip(operands, sharded.in_specs, strict=True):
-            arguments += world.log_outputs(eqn, [x], [shard(axes, x[0], spec)])
-        outputs = world.run(sharded.body, arguments)
-        self.evaluated = world.evaluated
+            arguments += evaluator.log_outputs(eqn, [x], [shard(axes, x[0], spec)])
+        outputs = evaluator.run(sharded.body, arguments)
+        self.evaluated = evaluator.evaluated
         found: list[Ranked] = []
         for pieces, spec in zip(outputs, sharded.out_specs, strict=True):
-            found += self.log_outputs(eqn, [pieces], [(world.assemble(pieces, spec),)])
+            found += self.log_outputs(eqn, [pieces], [(evaluator.assemble(pieces, spec),)])
         return found
 
-    def inner(self, axes: Mapping[str, int]) -> World:
+    def inner(self, axes: Mapping[str, int]) -> Evaluator:
         """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
-        return World(axes, self.unknown, self.log)
+        return Evaluator(axes, self.unknown, self.log)
 
     def assemble(self, pieces: Ranked, spec: Any) -> Any:
         """Assemble an array from pieces; return `Replicas` if the copies of one piece differ."""
         return assemble(self.axes, pieces, spec)
 
-    def without_mesh(self, count: int) -> World:
+    def without_mesh(self, count: int) -> Evaluator:
         """Return an evaluator for `count` independent ranks, for a body without collectives."""
-        return self._enter(World({"alone": count}, self.unknown, self.log))
+        return self._enter(Evaluator({"alone": count}, self.unknown, self.log))
 
-    def _enter(self, world: World) -> World:
-        """Return `world` after it took over this evaluator's count of equations."""
-        world.evaluated = self.evaluated
-        return world
+    def _enter(self, evaluator: Evaluator) -> Evaluator:
+        """Return `evaluator` after it took over this evaluator's count of equations."""
+        evaluator.evaluated = self.evaluated
+        return evaluator
 
 
 def mesh_axes(eqn: JaxprEqn) -> list[str]:
@@ -369,53 +367,57 @@ def _split_groups(
 # -- loops, branches and reductions ----------------------------------------------------------------
 
 
-def run_scan(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
+def run_scan(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate a scan, iteration by iteration."""
-    (body,), wires, now = bodies(eqn), wiring(eqn), list(operands)
+    (body,), indices, now = bodies(eqn), body_indices(eqn), list(operands)
     iterations: list[list[Ranked]] = []
     order = range(scan_length(eqn))
     for t in reversed(order) if is_reversed(eqn) else order:
-        for i in wires.slices:
-            (now[i],) = world.log_outputs(eqn, [operands[i]], [_row_of_ranks(operands[i], t)])
-        iterations.append(world.run(body, now))
-        for i, j in wires.carried.items():
+        for i in indices.slices:
+            (now[i],) = evaluator.log_outputs(eqn, [operands[i]], [_row_of_ranks(operands[i], t)])
+        iterations.append(evaluator.run(body, now))
+        for i, j in indices.carried.items():
             now[i] = iterations[-1][j]
     if is_reversed(eqn):
         iterations.reverse()
 
-    outs = values_at(now, wires.carried)
-    for j in wires.stacks:
+    outs = values_at(now, indices.carried)
+    for j in indices.stacks:
         rows = [outputs[j] for outputs in iterations]
-        outs += world.log_outputs(eqn, rows, [_stack_of_ranks(world, rows, eqn.outvars[j].aval)])
+        outs += evaluator.log_outputs(
+            eqn, rows, [_stack_of_ranks(evaluator, rows, eqn.outvars[j].aval)]
+        )
     return outs
 
 
-def run_while(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
+def run_while(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate a `while` loop until the condition is false on every rank.
 
     `jax.vmap` writes a condition for each row of a batch. Then each iteration gives new values only
     to rows with a true condition.
     """
-    (condition, body), wires, now = bodies(eqn), wiring(eqn), list(operands)
+    (condition, body), indices, now = bodies(eqn), body_indices(eqn), list(operands)
     holds = opened(condition).outvars[0].aval
     while True:
-        (conditions,) = world.run(condition, values_at(now, wires.ins[0]))
+        (conditions,) = evaluator.run(condition, values_at(now, indices.ins[0]))
         if (unknown := _first_unknown(conditions)) is not None:
-            return [world.replicate(unknown)] * len(eqn.outvars)
+            return [evaluator.replicate(unknown)] * len(eqn.outvars)
         continues = [bool(np.any(x)) for x in conditions]
         if not any(continues):
-            return values_at(now, wires.carried)
-        if world.evaluated > MOST_EQUATIONS:
-            return world.unknown_outputs(eqn, f"the loop evaluates {MOST_EQUATIONS:,} equations")
-        new = world.run(body, values_at(now, wires.ins[1]))
+            return values_at(now, indices.carried)
+        if evaluator.evaluated > MOST_EQUATIONS:
+            return evaluator.unknown_outputs(
+                eqn, f"the loop evaluates {MOST_EQUATIONS:,} equations"
+            )
+        new = evaluator.run(body, values_at(now, indices.ins[1]))
         if holds.shape:
             select = _select_rows(holds, tuple(v.aval for v in eqn.outvars))
-            new = world.run(select, [conditions, *new, *values_at(now, wires.carried)])
+            new = evaluator.run(select, [conditions, *new, *values_at(now, indices.carried)])
         if not all(continues) and _communicates(body):
-            raise UnfollowedError(
+            raise NoRuleError(
                 "the loop communicates, and ranks leave the loop at different iterations"
             )
-        for i, j in wires.carried.items():
+        for i, j in indices.carried.items():
             ranks = list(now[i])
             for r, runs in enumerate(continues):
                 if runs:
@@ -437,20 +439,20 @@ def _select_rows(condition: Any, types: tuple[Any, ...]) -> Any:
     return lowered_jaxpr(select, plain_type(condition), *[[*map(plain_type, types)]] * 2)
 
 
-def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
+def run_cond(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate each branch for the ranks that choose it."""
     indices, inputs = operands[0], operands[1:]
     if (unknown := _first_unknown(indices)) is not None:
-        return [world.replicate(unknown)] * len(eqn.outvars)
+        return [evaluator.replicate(unknown)] * len(eqn.outvars)
     branches = bodies(eqn)
     chosen = [int(np.clip(int(k), 0, len(branches) - 1)) for k in indices]
     if len({*chosen}) > 1 and any(_communicates(b) for b in branches):
-        raise UnfollowedError("ranks take different branches, and a branch communicates")
+        raise NoRuleError("ranks take different branches, and a branch communicates")
 
-    outputs: list[list[Any]] = [[None] * world.count for _ in eqn.outvars]
+    outputs: list[list[Any]] = [[None] * evaluator.count for _ in eqn.outvars]
     for k in sorted({*chosen}):
         ranks = [r for r, branch in enumerate(chosen) if branch == k]
-        inner = world if len(ranks) == world.count else world.without_mesh(len(ranks))
+        inner = evaluator if len(ranks) == evaluator.count else evaluator.without_mesh(len(ranks))
         arguments = []
         for x in inputs:
             arguments.append(tuple(values_at(x, ranks)))
@@ -460,7 +462,7 @@ def run_cond(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ra
     return [tuple(row) for row in outputs]
 
 
-def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
+def run_reduce(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
     """Evaluate a `reduce` with any function of two numbers: combine rows one after the other.
 
     The function is evaluated with arrays in place of numbers.
@@ -473,11 +475,11 @@ def run_reduce(world: World, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[
         return found
     for t in range(first.shape[0]):
         rows = [_row_of_ranks(x, t) for x in stacks]
-        found = world.run(body, [*found, *rows], consts=())
+        found = evaluator.run(body, [*found, *rows], consts=())
     return found
 
 
-CONTROL_FLOW: Mapping[str, Callable[[World, JaxprEqn, Sequence[Ranked]], list[Ranked]]] = {
+CONTROL_FLOW: Mapping[str, Callable[[Evaluator, JaxprEqn, Sequence[Ranked]], list[Ranked]]] = {
     **dict.fromkeys(LOOPS, run_while),
     SCAN: run_scan,
     COND: run_cond,
@@ -518,16 +520,16 @@ def _reduced_in_front(x: Ranked, axes: Sequence[int]) -> Ranked:
     return _once_for_each(lambda v: mapped(move, v), x)
 
 
-def _stack_of_ranks(world: World, rows: Sequence[Ranked], aval: Any) -> Ranked:
+def _stack_of_ranks(evaluator: Evaluator, rows: Sequence[Ranked], aval: Any) -> Ranked:
     """Stack the rows that the iterations of a scan returned, on each rank.
 
     Ranks with the same rows share the result.
     """
     if not rows:
-        return world.replicate(values.lifted(np.zeros(aval.shape), aval.dtype))
+        return evaluator.replicate(values.lifted(np.zeros(aval.shape), aval.dtype))
     stacks: dict[tuple[int, ...], Any] = {}
     found = []
-    for r in range(world.count):
+    for r in range(evaluator.count):
         parts = [x[r] for x in rows]
         key = tuple(map(id, parts))
         if key not in stacks:

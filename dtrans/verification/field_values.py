@@ -32,7 +32,7 @@ from dtrans.verification.rationals import elements_of, exact_elements
 NEAR = 1e-9  # a smaller relative difference of two float64 values may be rounding alone
 
 
-class UnfollowedError(Exception):
+class NoRuleError(Exception):
     """Error for an equation that cannot be evaluated in a finite field.
 
     The report of `plan.verify()` shows the message, and omits outputs that depend on the equation.

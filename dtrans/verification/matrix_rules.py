@@ -17,7 +17,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, Real, UnfollowedError, real
+from dtrans.verification.field_values import Complex, NoRuleError, Real, real
 from dtrans.verification.rule_values import Rule, approx_of_all, by_jax, elements_in
 
 
@@ -87,7 +87,7 @@ def _triangular_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a triangular system, row by row."""
     a, b = operands
     if isinstance(a, Complex) or isinstance(b, Complex):
-        raise UnfollowedError("there is no rule for complex numbers")
+        raise NoRuleError("there is no rule for complex numbers")
     (approx,) = by_jax(eqn, approx_of_all(operands))
     p, transpose = eqn.params, lambda x: np.swapaxes(x, -1, -2)
     left, right, lower = elements_in(a), elements_in(b), bool(p["lower"])
@@ -125,7 +125,7 @@ def _forward(lower: Array, right: Array) -> Array:
 def _tridiagonal_solve(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Solve a tridiagonal system by elimination below the diagonal (Thomas algorithm)."""
     if any(isinstance(x, Complex) for x in operands):
-        raise UnfollowedError("there is no rule for complex numbers")
+        raise NoRuleError("there is no rule for complex numbers")
     (approx,) = by_jax(eqn, approx_of_all(operands))
     below, diagonal, above, right = map(elements_in, operands)
     count = diagonal.shape[-1]
@@ -151,7 +151,7 @@ def _ragged_dot(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     contract, batch = p.dot_dimension_numbers
     ragged, group = p.lhs_ragged_dimensions, p.rhs_group_dimensions
     if any(map(len, batch)) or np.ndim(sizes) != 1 or len(ragged) != 1 or len(contract[0]) != 1:
-        raise UnfollowedError(
+        raise NoRuleError(
             "there is no rule for batch dimensions, or for more than one ragged dimension"
         )
     float64 = np.dtype(np.float64)

@@ -14,7 +14,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 from dtrans.errors import BatchError
 from dtrans.verification import field_values as values
-from dtrans.verification.field_values import NearTie, Real, UnfollowedError
+from dtrans.verification.field_values import NearTie, NoRuleError, Real
 from dtrans.verification.numpy_rules import OTHERS, gather_places
 from dtrans.verification.rationals import elements_of
 from dtrans.verification.rule_values import Rule, approx_of, by_jax, elements_in
@@ -68,11 +68,11 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     zero.
 
     Raises:
-      UnfollowedError: a row id does not exist, or the rows are integers.
+      NoRuleError: a row id does not exist, or the rows are integers.
     """
     numbers, rows = operands[: eqn.params["count"]], operands[eqn.params["count"] :]
     if not all(isinstance(x, Real) for x in rows):
-        raise UnfollowedError("the looked-up rows are integers")
+        raise NoRuleError("the looked-up rows are integers")
     places = []
     elements, approx_values = [ZERO.elements], [ZERO.approx]
     end = 1
@@ -85,7 +85,7 @@ def move_rows(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     try:
         found = eqn.params["fn"](numbers, places)
     except BatchError as error:
-        raise UnfollowedError(str(error)) from error
+        raise NoRuleError(str(error)) from error
     outs: list[Any] = []
     for x, v in zip(found, eqn.outvars, strict=True):
         outs.append(values.take(flat, x) if values.is_float(v.aval.dtype) else np.asarray(x))
@@ -139,7 +139,7 @@ def settle_integers(x: Real) -> Real:
 def _bitcast(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     (x,), out = operands, eqn.outvars[0].aval
     if isinstance(x, Real):
-        raise UnfollowedError("the equation reads the bits of a float")
+        raise NoRuleError("the equation reads the bits of a float")
     same_width = x.dtype != bool and x.dtype.itemsize == np.dtype(out.dtype).itemsize
     if same_width:
         found = x.view(np.dtype(out.dtype))

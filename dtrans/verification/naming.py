@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from dtrans._jax import axes_of
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.meanings import NOTHING, Kind, Meaning, Meanings
 from dtrans.verification.movement_rules import MOVES
 from dtrans.verification.outcome import Cause
@@ -65,8 +65,8 @@ def find_causes(
     step_jaxpr, inputs = step
     job_jaxpr, arguments = job
     with np.errstate(all="ignore"):
-        World(log=step_log).run(step_jaxpr, [(x,) for x in inputs.values()])
-        values = World(log=job_log).run(job_jaxpr, [(x,) for x in arguments])
+        Evaluator(log=step_log).run(step_jaxpr, [(x,) for x in inputs.values()])
+        values = Evaluator(log=job_log).run(job_jaxpr, [(x,) for x in arguments])
         if step_log.overflows or job_log.overflows:
             return dict.fromkeys(outputs)
         moves_rows = any(x.name == "move_rows" for x in job_log.computations)

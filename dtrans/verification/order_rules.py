@@ -13,7 +13,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Real, UnfollowedError, choose, ordered, real
+from dtrans.verification.field_values import NoRuleError, Real, choose, ordered, real
 from dtrans.verification.movement_rules import settle_integers
 from dtrans.verification.rank_collectives import mapped
 from dtrans.verification.rationals import elements_of
@@ -50,7 +50,7 @@ def _total_order(name: str) -> Rule:
 
     def rule(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if any(np.isnan(approx_of(x)).any() for x in operands):
-            raise UnfollowedError("the equation orders NaN")
+            raise NoRuleError("the equation orders NaN")
         return ORDER[name](eqn, operands)
 
     return rule

@@ -78,7 +78,7 @@ class Report:
       title: name of the plan, or of the distributed step.
       differences: outputs that differ from the one-device step; empty if none was found.
       compared: names of the outputs that were compared.
-      unfollowed: equations that cannot be evaluated in a finite field, with their source lines.
+      unevaluated: equations that cannot be evaluated in a finite field, with their source lines.
         Outputs that depend on them are not compared.
       skipped: names of the outputs that were not compared.
       points: number of random inputs for which outputs were compared.
@@ -89,7 +89,7 @@ class Report:
     title: str
     differences: tuple[Difference, ...]
     compared: tuple[str, ...]
-    unfollowed: tuple[str, ...]
+    unevaluated: tuple[str, ...]
     skipped: tuple[str, ...]
     points: int
     seconds: float
@@ -103,7 +103,7 @@ class Report:
     @property
     def complete(self) -> bool:
         """True if the verification compared every output of the job with the one-device step."""
-        return not self.skipped and not self.unfollowed
+        return not self.skipped and not self.unevaluated
 
     def merge(self, other: Report) -> Report:
         """Combine this report with the report of another step of the same job."""
@@ -114,7 +114,7 @@ class Report:
             self,
             differences=(*self.differences, *other.differences),
             compared=tuple(compared),
-            unfollowed=both(self.unfollowed, other.unfollowed),
+            unevaluated=both(self.unevaluated, other.unevaluated),
             skipped=skipped,
             points=self.points + other.points,
             seconds=self.seconds + other.seconds,
@@ -137,7 +137,7 @@ class Report:
                 lines.append(f"    first wrong value: {difference.cause}")
             listed.add(difference.cause)
         lines += [f"  fault: {fault}" for fault in self.faults]
-        lines += [f"  not followed: {why}" for why in self.unfollowed]
+        lines += [f"  not followed: {why}" for why in self.unevaluated]
         if self.skipped:
             lines.append(f"  not compared: {', '.join(self.skipped)}")
         return "\n".join(lines)

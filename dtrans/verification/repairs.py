@@ -19,7 +19,7 @@ import numpy as np
 
 from dtrans._jax import JaxprEqn, line_of, scope_of
 from dtrans.ir.selection import subset, values_at
-from dtrans.verification.evaluate import MOST_EQUATIONS, World, mesh_axes
+from dtrans.verification.evaluate import MOST_EQUATIONS, Evaluator, mesh_axes
 from dtrans.verification.field_values import NearTie, Real, Replicas, Unknown, same
 from dtrans.verification.rank_collectives import Ranked, groups_of, summed
 from dtrans.verification.relations import axes_in_words, scaled, subsets, varying_axes
@@ -78,11 +78,11 @@ class CollectiveGroup:
         return f"{self.name} over {axes_in_words(self.over)}{place}{where}"
 
 
-class ObservedWorld(World):
+class ObservedWorld(Evaluator):
     """Evaluator that records the program's collectives, and outputs that differ between ranks.
 
     Args:
-      axes, unknown: as in `World`.
+      axes, unknown: as in `Evaluator`.
       groups: dict to which the evaluator adds collectives.
       copies: list to which it adds outputs whose copies on ranks should be equal, but differ.
     """
@@ -99,7 +99,7 @@ class ObservedWorld(World):
         self.groups = groups
         self.copies = copies
 
-    def inner(self, axes: Mapping[str, int]) -> World:
+    def inner(self, axes: Mapping[str, int]) -> Evaluator:
         """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
         return ObservedWorld(axes, self.unknown, groups=self.groups, copies=self.copies)
 
@@ -123,11 +123,11 @@ class ObservedWorld(World):
         return super()._collective(eqn, operands)
 
 
-class RepairedWorld(World):
+class RepairedWorld(Evaluator):
     """Evaluator of a program with one change (a repair) of its collectives.
 
     Args:
-      axes, unknown: as in `World`.
+      axes, unknown: as in `Evaluator`.
       repair: the change.
     """
 
@@ -137,7 +137,7 @@ class RepairedWorld(World):
         super().__init__(axes, unknown)
         self.repair = repair
 
-    def inner(self, axes: Mapping[str, int]) -> World:
+    def inner(self, axes: Mapping[str, int]) -> Evaluator:
         """Return the evaluator of a `shard_map` body, for the ranks of its mesh."""
         return RepairedWorld(axes, self.unknown, self.repair)
 
@@ -292,13 +292,13 @@ def find_faults(
     for repair in _candidates([*observed.groups.values()], observed.copies):
         if not unexplained or spent > MOST_EQUATIONS:
             break
-        world = RepairedWorld(None, None, repair)
+        evaluator = RepairedWorld(None, None, repair)
         try:
-            still_wrong = _differing(world.run(jaxpr, ranked), wanted)
+            still_wrong = _differing(evaluator.run(jaxpr, ranked), wanted)
         except NearTie:
             continue
         finally:
-            spent += world.evaluated
+            spent += evaluator.evaluated
         # A repair must correct at least one more output, and must not break a right output.
         new = unexplained - still_wrong
         if new and still_wrong <= wrong:

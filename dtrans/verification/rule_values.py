@@ -16,7 +16,7 @@ from dtrans._jax import JaxprEqn, is_reversed
 from dtrans.ir.selection import values_at
 from dtrans.verification import field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Complex, Real, UnfollowedError
+from dtrans.verification.field_values import Complex, NoRuleError, Real
 from dtrans.verification.numpy_rules import ELEMENTWISE, OTHERS
 
 
@@ -51,14 +51,14 @@ def by_jax(eqn: JaxprEqn, operands: Sequence[Any], **params: Any) -> list[Any]:
       **params: parameters that replace parameters of the equation.
 
     Raises:
-      UnfollowedError: JAX cannot lower the primitive on this platform.
+      NoRuleError: JAX cannot lower the primitive on this platform.
     """
     with jax.enable_x64(True):
         bound = eqn.primitive.get_bind_params({**eqn.params, **params})
         try:
             out = eqn.primitive.bind(*operands, **bound)
         except NotImplementedError as error:
-            raise UnfollowedError(str(error)) from error
+            raise NoRuleError(str(error)) from error
         outputs = out if eqn.primitive.multiple_results else [out]
         return list(map(values.as_numpy, outputs))
 

@@ -12,7 +12,7 @@ from dtrans._jax import JaxprEqn
 from dtrans.ir.selection import values_at
 from dtrans.verification import field, field_values as values
 from dtrans.verification.field import Array
-from dtrans.verification.field_values import Real, UnfollowedError, ordered, real
+from dtrans.verification.field_values import NoRuleError, Real, ordered, real
 from dtrans.verification.movement_rules import ZERO, append_number
 from dtrans.verification.numpy_rules import gather_places
 from dtrans.verification.order_rules import broadcast_like, take_larger, take_places, take_smaller
@@ -119,7 +119,7 @@ def _windows(eqn: JaxprEqn, shape: Sequence[int]) -> Array:
     dims, strides, padding = p["window_dimensions"], p["window_strides"], p["padding"]
     dilation = (*(p.get("base_dilation") or ()), *(p.get("window_dilation") or ()))
     if any(d != 1 for d in dilation):
-        raise UnfollowedError("the windows are dilated")
+        raise NoRuleError("the windows are dilated")
     places = np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
     padded = np.pad(places, np.asarray(padding, int), constant_values=-1)
     windows = np.lib.stride_tricks.sliding_window_view(padded, tuple(dims))
@@ -166,7 +166,7 @@ def _select_and_scatter_add(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     source, x = operands
     name = eqn.params["select_prim"].name
     if name not in ("ge", "le"):
-        raise UnfollowedError(f"the windows are selected by {name}")
+        raise NoRuleError(f"the windows are selected by {name}")
     where = _best_in_window(eqn, x, 1 if name == "ge" else -1).ravel()
     size = x.approx.size
     sums = field.add_at(size, where, source.elements.ravel()).reshape(x.shape)

@@ -57,7 +57,7 @@ class TracedStep:
       equal_parts: for some batch arrays, a pair: the dimension of the rows, and a number of parts.
         The comparison then uses batches in which all parts are equal. A mean over one part then
         equals the mean over the full batch.
-      unfollowed: operations of the job that the jaxpr leaves out, such as compression, as text.
+      unevaluated: operations of the job that the jaxpr leaves out, such as compression, as text.
     """
 
     jaxpr: ClosedJaxpr
@@ -69,7 +69,7 @@ class TracedStep:
     rows: int = 0
     other_steps: tuple[TracedStep, ...] = ()
     equal_parts: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    unfollowed: tuple[str, ...] = ()
+    unevaluated: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

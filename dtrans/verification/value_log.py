@@ -1,9 +1,9 @@
 """Log of the values that an evaluation computes, and of the equations that compute them.
 
-An evaluator (`World`) with a log records all equations except calls, loops and branches. It also
-records values that only move: the pieces of a `shard_map`, and the rows of a scan. The key of a
-value is the `id` of its object, because calls and movements between ranks do not copy objects. The
-log stores all objects, so that ids stay unique.
+An evaluator (`Evaluator`) with a log records all equations except calls, loops and branches. It
+also records values that only move: the pieces of a `shard_map`, and the rows of a scan. The key of
+a value is the `id` of its object, because calls and movements between ranks do not copy objects.
+The log stores all objects, so that ids stay unique.
 
 Read next: `naming`, which walks back from a wrong output.
 """

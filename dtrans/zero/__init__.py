@@ -11,7 +11,7 @@ forward_values     values of the forward pass that the update reads
 update             the update, rewritten for slices
 reduce_scatter     reduction of gradients into slices
 rank_values        analysis of values that differ from rank to rank
-scatter_flow       analysis of gradients that loops can scatter layer by layer
+scattered_values       analysis of gradients that loops can scatter layer by layer
 slice_analysis     analysis of values that can be computed as slices
 slice_writer       writer of equations on slices
 live_ranges        chooses the equations during which a parameter stays gathered

@@ -13,7 +13,7 @@ ranges before it is needed.
 Some values need no gather, because ranks can compute them on slices (`dtrans.zero.slice_analysis`).
 A penalty such as sum(w ** 2) is computed on slices, and then summed over ranks. A loop over layers
 takes slices of the stacked layers, and gathers one layer in each iteration. A backward loop also
-reduce-scatters the gradients of each layer (`dtrans.zero.scatter_flow`). So no rank stores all
+reduce-scatters the gradients of each layer (`dtrans.zero.scattered_values`). So no rank stores all
 gathered layers, or all full gradients. With a prefetch, the loop gathers the first parameter of the
 next layer while it computes the current layer (`dtrans.zero.prefetch`).
 
@@ -31,12 +31,12 @@ import jax.numpy as jnp
 
 from dtrans._jax import (
     Atom,
+    BodyIndices,
     ClosedJaxpr,
     JaxprEqn,
     Literal,
     Var,
-    Wiring,
-    wiring,
+    body_indices,
 )
 from dtrans.ir.array_fns import converted
 from dtrans.ir.dataflow import avals
@@ -268,13 +268,13 @@ class Gatherer(SliceWriter):
     def _write_bodies(self, i: int) -> None:
         """Write a loop, a branch or `jax.checkpoint` with bodies that read or return slices."""
         eqn, entered = self.eqns[i], self.entered[i]
-        wires, wanted = wiring(eqn), entered.wanted
+        indices, wanted = body_indices(eqn), entered.wanted
         atoms: list[Atom] = []
         for k, a in enumerate(eqn.invars):
             if k in entered.passed:
                 atoms.append(self.read(a, entered.passed[k]))
-            elif wires.carried.get(k) in wanted:
-                atoms.append(self.wanted_slice(a, wanted[wires.carried[k]]))
+            elif indices.carried.get(k) in wanted:
+                atoms.append(self.wanted_slice(a, wanted[indices.carried[k]]))
             else:
                 atoms.append(self.read(a, None))
 
@@ -289,7 +289,7 @@ class Gatherer(SliceWriter):
                 self._values[v, self.layouts[v]] = outvars[-1]
                 sliced.add(k)
 
-        written = [body.write_body(sliced, wires) for body in entered.bodies]
+        written = [body.write_body(sliced, indices) for body in entered.bodies]
         (body, prefetch), *_ = written
         if prefetch is None:
             loop = self.b.with_bodies(eqn, [body for body, _ in written], atoms, outvars)
@@ -300,13 +300,13 @@ class Gatherer(SliceWriter):
             self.b.keep(prefetch_layers(eqn, body, gather, stack, types, outvars), atoms)
 
     def write_body(
-        self, sliced: Collection[int], wires: Wiring
+        self, sliced: Collection[int], indices: BodyIndices
     ) -> tuple[ClosedJaxpr, Prefetch | None]:
         """Write the body of the loop for which this writer was created.
 
         Args:
           sliced: indices of the outputs to return as slices.
-          wires: maps inputs and outputs of the body to operands and outputs of its equation.
+          indices: maps inputs and outputs of the body to operands and outputs of its equation.
 
         Returns:
           A pair (new body, prefetch). `prefetch` has the function that gathers a layer, and the
@@ -321,7 +321,7 @@ class Gatherer(SliceWriter):
         self.begin(full_ends, ())
         prefetch = None
         if self.how.prefetch and not self.how.once:
-            prefetch = self._prefetch_first(values_at(self.inner.invars, wires.slices))
+            prefetch = self._prefetch_first(values_at(self.inner.invars, indices.slices))
         for eqn in self.eqns:
             self.emit(eqn)
         outs: list[Atom] = []

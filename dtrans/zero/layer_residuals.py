@@ -24,10 +24,10 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
+    body_indices,
     closed_with,
     opened,
     rebuilt,
-    wiring,
     with_bodies,
 )
 from dtrans.ir.builder import read_from
@@ -104,7 +104,7 @@ def _readers_of(eqns: Sequence[JaxprEqn]) -> Mapping[Var, list[tuple[int, int]]]
 def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, int]]) -> bool:
     """Return True if all readers of a value are loops that read one entry in each iteration."""
     for i, k in readers:
-        if eqns[i].primitive.name != SCAN or k not in wiring(eqns[i]).slices:
+        if eqns[i].primitive.name != SCAN or k not in body_indices(eqns[i]).slices:
             return False
     return bool(readers)
 
@@ -113,9 +113,9 @@ def _find_residuals(
     analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[_LayerResidual]:
     """Yield the stacked outputs of a loop that cheap equations compute from one stack of layers."""
-    wires = wiring(eqn)
+    indices = body_indices(eqn)
     stack_of: dict[Atom, int] = {}
-    for k in wires.slices:
+    for k in indices.slices:
         if eqn.invars[k] in analysis.roots:
             stack_of[body.invars[k]] = k
     chains: dict[Atom, tuple[JaxprEqn, ...]] = dict.fromkeys(stack_of, ())
@@ -127,7 +127,7 @@ def _find_residuals(
         if is_cheap(e) and not e.effects:
             stack_of[e.outvars[0]] = stack_of[ins[0]]
             chains[e.outvars[0]] = _join(values_at(chains, ins), e)
-    for k in wires.stacks:
+    for k in indices.stacks:
         out = body.outvars[k]
         if isinstance(out, Var) and out in stack_of:
             yield _LayerResidual(k, stack_of[out], chains[out])
@@ -150,7 +150,7 @@ def _recompute(eqn: JaxprEqn, source: JaxprEqn, inner: Jaxpr, residual: _LayerRe
     """
     stored, stack = source.outvars[residual.out], source.invars[residual.stack]
     layer, out = inner.invars[residual.stack], inner.outvars[residual.out]
-    body, slices = opened(*bodies(eqn)), wiring(eqn).slices
+    body, slices = opened(*bodies(eqn)), body_indices(eqn).slices
 
     # operands: replace the stored residual by the stack of layers
     invars: list[Atom] = []

@@ -36,6 +36,7 @@ from dtrans._jax import (
     JaxprEqn,
     Literal,
     Var,
+    body_indices,
     constants,
     facts_of,
     has_bodies,
@@ -43,7 +44,6 @@ from dtrans._jax import (
     jaxprs_in_params,
     map_bodies,
     opened,
-    wiring,
 )
 from dtrans.errors import ConfigError, GradientError
 from dtrans.ir.array_fns import converted, scalar, times
@@ -388,7 +388,7 @@ class _LowWriter:
         def lower(body: Any) -> Any:
             hoist = known = [False] * len(opened(body).invars)
             if name == SCAN or name in REMAT:  # here operand k is input k of the only body
-                carried = wiring(eqn).carried
+                carried = body_indices(eqn).carried
                 hoist = [k not in carried for k in range(len(eqn.invars))]
                 known = [isinstance(a, Var) and a in self.params for a in eqn.invars]
             lowered, narrow = _lower_body(body, self.dtype, known, hoist)

@@ -83,9 +83,12 @@ class ShardingPlan(CollectivePlan):
           padding in both together.
         """
         padding = 0
-        for name, cuts in self.cuts.items():
+        for name, slices_by_axis in self.slices_by_axis.items():
             if name in self.main.inputs:
-                t, count = self.main.inputs[name], math.prod(s.degree for s in cuts.values())
+                t, count = (
+                    self.main.inputs[name],
+                    math.prod(s.degree for s in slices_by_axis.values()),
+                )
                 excess = self.program.inputs[name].size * count - t.size
                 padding += excess * t.dtype.itemsize // count
         if self.owned is not None:
@@ -116,7 +119,7 @@ class ShardingPlan(CollectivePlan):
             notes.append(f"{leaf} is complete on every rank: {why}")
         computed = () if self.shared is None else self.shared.undivided_state
         notes += [f"{n}: {way}" for n, way in self.merges.items() if n not in computed]
-        return notes + list(self.callers)
+        return notes + list(self.callback_notes)
 
     @property
     def _title(self) -> str:

@@ -23,12 +23,12 @@ from dtrans._jax import (
     ClosedJaxpr,
     JaxprEqn,
     Var,
+    body_indices,
     is_reversed,
     jaxpr_as_fun,
     opened,
     scan_length,
     small_jaxpr,
-    wiring,
 )
 from dtrans.ir.dataflow import avals
 
@@ -55,8 +55,8 @@ def prefetch_layers(
     Returns:
       One equation, which replaces the loop.
     """
-    wires, length = wiring(eqn), scan_length(eqn)
-    first_stack, carried = wires.slices[0], len(wires.carried)
+    indices, length = body_indices(eqn), scan_length(eqn)
+    first_stack, carried = indices.slices[0], len(indices.carried)
     consts = first_stack - carried
     run: Callable[..., Any] = jaxpr_as_fun(body)
     stacked_types = avals(opened(body).outvars[carried:])

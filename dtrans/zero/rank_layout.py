@@ -29,7 +29,7 @@ from dtrans.zero.mixed_precision import low_gradients
 from dtrans.zero.options import ShardingOptions
 from dtrans.zero.rank_values import local_values
 from dtrans.zero.reduce_scatter import ScatterSpec, scatter_specs
-from dtrans.zero.scatter_flow import makers_of, scatter_flow
+from dtrans.zero.scattered_values import makers_of, scattered_values
 from dtrans.zero.update import slice_half
 
 
@@ -161,7 +161,7 @@ class RankLayout:
         gradients = summed_gradients(step, eqns, leaves)
         rows = {g: RowAxis(n, self.slices.leaves[n].axis) for g, n in gradients.items()}
         local = local_values(eqns, values_at(step.program.invars, step.batch))
-        flow, makers = scatter_flow(eqns, rows, local), makers_of(eqns)
+        flow, makers = scattered_values(eqns, rows, local), makers_of(eqns)
         found = {}
         for g, n in gradients.items():
             _, in_loops = flow.ends_of(g, makers)

@@ -30,16 +30,16 @@ from dtrans._jax import (
     REMAT,
     SCAN,
     Atom,
+    BodyIndices,
     ClosedJaxpr,
     JaxprEqn,
     Var,
-    Wiring,
     bodies,
+    body_indices,
     closed_with,
     facts_of,
     is_rearrangement,
     opened,
-    wiring,
 )
 from dtrans.engine.layout import Shards
 from dtrans.engine.rules import Strategy, strategy_of
@@ -52,7 +52,7 @@ from dtrans.ops import LAYERS
 from dtrans.rows.layout import SHARED, RowAxis, rows_or_shared
 from dtrans.step.weight_gradients import fuse_transposes
 from dtrans.zero.rank_values import local_inside
-from dtrans.zero.scatter_flow import rows_of_outputs, scatter_flow
+from dtrans.zero.scattered_values import rows_of_outputs, scattered_values
 
 
 # equations whose bodies can take slices
@@ -162,7 +162,7 @@ class SliceAnalysis(SplitWriter):
         self.slice_inputs, self.how, self.local = inputs, how, inputs.local
         self._position = producer_positions(eqns)
         self._producers = {v: eqns[i] for v, i in self._position.items() if v not in self.local}
-        self.scattering = scatter_flow(eqns, inputs.wanted, self.local, ends, inputs.summed)
+        self.scattering = scattered_values(eqns, inputs.wanted, self.local, ends, inputs.summed)
 
         self.rows: dict[Var, RowAxis] = {}
         self.roots: dict[Var, frozenset[Var]] = {}
@@ -327,24 +327,24 @@ class SliceAnalysis(SplitWriter):
         Returns:
           The indices of the operands that the bodies take as slices.
         """
-        wires, wanted = wiring(eqn), self.scattering.loops.get(i, {})
-        passed = {} if self.how.once else self._passable(eqn, wires)
+        indices, wanted = body_indices(eqn), self.scattering.loops.get(i, {})
+        passed = {} if self.how.once else self._passable(eqn, indices)
         local = local_inside(eqn, self.local) if passed or wanted else []
         # if the body would gather an operand in each iteration, gather it once before the loop
         while passed or wanted:
-            inside = [self._analyze_body(i, wires, passed, wanted, *x) for x in enumerate(local)]
+            inside = [self._analyze_body(i, indices, passed, wanted, *x) for x in enumerate(local)]
             remaining = {}
             for k, row in passed.items():
-                if not any(_gathers(eqn, wires, k, body) for body in inside):
+                if not any(_gathers(eqn, indices, k, body) for body in inside):
                     remaining[k] = row
             if remaining == passed:
                 self.entered[i] = SlicedBodies(passed, wanted, inside)
-                self._add_outputs(eqn, wires, inside, wanted)
+                self._add_outputs(eqn, indices, inside, wanted)
                 break
             passed = remaining
         return passed
 
-    def _passable(self, eqn: JaxprEqn, wires: Wiring) -> dict[int, RowAxis]:
+    def _passable(self, eqn: JaxprEqn, indices: BodyIndices) -> dict[int, RowAxis]:
         """Return the operands of a loop or branch that its bodies may read as slices.
 
         The result maps the index of an operand to its sliced dimension in the bodies. If ranks may
@@ -358,31 +358,31 @@ class SliceAnalysis(SplitWriter):
             and (picks in self.local or self._row(picks))
         ):
             return found  # ranks may take different branches, and then a gather would hang
-        for k in wires.ins[0]:
-            row, less = self._row(eqn.invars[k]), int(k in wires.slices)
-            if row is not None and k not in wires.carried and row.axis >= less:
+        for k in indices.ins[0]:
+            row, less = self._row(eqn.invars[k]), int(k in indices.slices)
+            if row is not None and k not in indices.carried and row.axis >= less:
                 found[k] = dataclasses.replace(row, axis=row.axis - less)
         return found
 
     def _add_outputs(
         self,
         eqn: JaxprEqn,
-        wires: Wiring,
+        indices: BodyIndices,
         inside: Sequence[SliceAnalysis],
         wanted: Mapping[int, RowAxis],
     ) -> None:
         """Record the outputs of a loop or branch that all its bodies can compute as slices."""
-        fixed = {*wanted, *wires.carried.values()}
+        fixed = {*wanted, *indices.carried.values()}
         for k, v in enumerate(eqn.outvars):
             row, *others = [body._row(body.inner.outvars[k]) for body in inside]
             if row is not None and k not in fixed and {row}.issuperset(others):
-                outside = dataclasses.replace(row, axis=row.axis + (k in wires.stacks))
+                outside = dataclasses.replace(row, axis=row.axis + (k in indices.stacks))
                 self._add_slices(v, outside, [v])
 
     def _analyze_body(
         self,
         i: int,
-        wires: Wiring,
+        indices: BodyIndices,
         passed: Mapping[int, RowAxis],
         wanted: Mapping[int, RowAxis],
         number: int,
@@ -392,7 +392,7 @@ class SliceAnalysis(SplitWriter):
 
         Args:
           i: the index of the equation.
-          wires: maps operands and outputs of the equation to inputs and outputs of its bodies.
+          indices: maps operands and outputs of the equation to inputs and outputs of its bodies.
           passed: the operands that the body takes as slices: index -> layout in the body.
           wanted: the outputs that are slices of gradients: index -> layout in the body.
           number: the index of the body among the bodies of the equation.
@@ -407,19 +407,19 @@ class SliceAnalysis(SplitWriter):
         rows: dict[Var, RowAxis] = {}
         slices: dict[Var, Atom] = {}
         summed: dict[Var, Atom] = {}
-        for k, v in zip(wires.ins[number], inner.invars, strict=True):
+        for k, v in zip(indices.ins[number], inner.invars, strict=True):
             if k in passed:
                 rows[v] = passed[k]
                 slices[v] = b.input(self._rank_type(v, passed[k]))
-            elif wires.carried.get(k) in wanted:
-                summed[v] = b.input(self._rank_type(v, wanted[wires.carried[k]]))
+            elif indices.carried.get(k) in wanted:
+                summed[v] = b.input(self._rank_type(v, wanted[indices.carried[k]]))
             else:
                 b.invars.append(v)
         targets = rows_of_outputs(inner.outvars, wanted)
         how = dataclasses.replace(self.how, prefetch=self.how.prefetch_in_loops)
         inputs = SliceInputs(rows, local, targets, slices, summed)
         body = type(self)(b, like, eqns, roles, inputs, how, inner.outvars)
-        body.read_full(values_at(inner.outvars, wires.carried.values()))
+        body.read_full(values_at(inner.outvars, indices.carried.values()))
         return body
 
 
@@ -432,7 +432,7 @@ def is_cheap(eqn: JaxprEqn) -> bool:
     return facts_of(eqn).elementwise or is_rearrangement(eqn)
 
 
-def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
+def _gathers(eqn: JaxprEqn, indices: BodyIndices, k: int, body: SliceAnalysis) -> bool:
     """Return True if an operand should be gathered before a loop, not in each iteration.
 
     This holds if the body would gather the operand, and the operand is the same in each iteration.
@@ -440,10 +440,10 @@ def _gathers(eqn: JaxprEqn, wires: Wiring, k: int, body: SliceAnalysis) -> bool:
 
     Args:
       eqn: the loop, branch or `jax.checkpoint`.
-      wires: maps operands of the equation to inputs of its body.
+      indices: maps operands of the equation to inputs of its body.
       k: the index of the operand.
       body: the analysis of the body.
     """
-    v = body.inner.invars[wires.ins[0].index(k)]
+    v = body.inner.invars[indices.ins[0].index(k)]
     returns = eqn.primitive.name == COND and v in body.roots_of(body.inner.outvars)
-    return k not in wires.slices and v in body.full and not returns
+    return k not in indices.slices and v in body.full and not returns

@@ -1,6 +1,6 @@
 """Writer of equations on slices of parameters; `dtrans.zero.slice_analysis` selects them.
 
-`dtrans.zero.scatter_flow` decides where gradients are summed over ranks and scattered.
+`dtrans.zero.scattered_values` decides where gradients are summed over ranks and scattered.
 `dtrans.zero.all_gather` decides when parameters are gathered.
 """
 

@@ -132,7 +132,7 @@ def test_plans_compute_the_step_on_parts_of_the_batch(kind: str, mode: str, trai
     alone = dtrans.nccl2(parts, dtrans.trace(first), trainers=1)
     names = [n for spec in alone.main.args[2:] for n in spec.names]
     traced = runner_of(plan, "verify")(plan, types)
-    traced = dataclasses.replace(traced, equal_parts={}, unfollowed=())
+    traced = dataclasses.replace(traced, equal_parts={}, unevaluated=())
     comparison = Comparison(
         alone.main, traced, dict(zip(names, types, strict=True)), startup=plan.startup
     )

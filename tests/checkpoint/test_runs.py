@@ -21,11 +21,11 @@ import dtrans
 from dtrans import checkpoint
 from dtrans.checkpoint import orbax_io
 from dtrans.checkpoint.api import save_serving
-from dtrans.checkpoint.runs import Mark, mark_of
+from dtrans.checkpoint.runs import SaveId, save_id
 from dtrans.errors import CheckpointWarning, ConfigError, StateError
 
 
-OLD, NEW = Mark(("old 0", "old 1"), 10), Mark(("new 1",), 10)
+OLD, NEW = SaveId(("old 0", "old 1"), 10), SaveId(("new 1",), 10)
 
 
 def init() -> Any:
@@ -45,7 +45,7 @@ def servers(count: int) -> Any:
     )
 
 
-def save(path: Path, plan: Any, k: int, value: float, mark: Mark) -> None:
+def save(path: Path, plan: Any, k: int, value: float, mark: SaveId) -> None:
     """Save a state of server k in which all numbers equal `value`."""
     ep = [*plan.servers][k]
     held = checkpoint.scatter(plan, ep, {"w": jnp.full(12, float(value))}, init()[1])
@@ -86,11 +86,11 @@ def test_pieces_of_one_run_share_a_word(tmp_path: Path) -> None:
     """Servers identify a run by the ids of its trainers. Servers may know different trainers."""
     plan, path = servers(3), tmp_path / "10"
     for k, run in enumerate((("a", "b"), ("b",), ("b", "c"))):
-        save(path, plan, k, 2, Mark(run, 10))
+        save(path, plan, k, 2, SaveId(run, 10))
     assert values(path, plan) == [2]
     shutil.rmtree(path / "pserver-1")
     # this piece shares an id with each other piece, but no id is in all three
-    save(tmp_path / "11", plan, 1, 2, Mark(("a", "c"), 10))
+    save(tmp_path / "11", plan, 1, 2, SaveId(("a", "c"), 10))
     (tmp_path / "11" / "pserver-1").rename(path / "pserver-1")
     with pytest.raises(
         StateError,
@@ -148,8 +148,8 @@ def test_a_whole_checkpoint_is_never_written_over(tmp_path: Path) -> None:
 
 def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> None:
     """After the drop of a trainer, the job has another run."""
-    before = Mark(("job", "a"), 10, job="job")
-    after = Mark(("job-2", "b"), 10, job="job")
+    before = SaveId(("job", "a"), 10, job="job")
+    after = SaveId(("job-2", "b"), 10, job="job")
     plan, path = servers(2), tmp_path / "10"
     for k in range(2):
         save(path, plan, k, 1, before)
@@ -158,10 +158,10 @@ def test_a_job_replaces_pieces_of_steps_that_it_has_undone(tmp_path: Path) -> No
     with pytest.warns(CheckpointWarning, match="10 is skipped: "):
         assert checkpoint.latest(tmp_path) is None
     save(path, plan, 1, 2, after)
-    save(path, plan, 1, 3, Mark(("job-2", "c"), 10, job="job"))  # repeated in a later generation
+    save(path, plan, 1, 3, SaveId(("job-2", "c"), 10, job="job"))  # repeated in a later generation
     assert values(path, plan) == [2]
     with pytest.raises(ConfigError, match="exists already"):
-        save(path, plan, 0, 4, Mark(("another", "d"), 10, job="another"))
+        save(path, plan, 0, 4, SaveId(("another", "d"), 10, job="another"))
 
 
 def test_a_process_that_knows_no_run_replaces_nothing(tmp_path: Path) -> None:
@@ -182,14 +182,14 @@ def test_runs_are_told_apart_under_one_tag(tmp_path: Path) -> None:
     """A scheduler starts a job again with the same job number, which is the user's tag of both
     runs."""
     plan, path = servers(2), tmp_path / "10"
-    save(path, plan, 0, 1, mark_of("first run", "job 7"))
-    save(path, plan, 1, 2, mark_of("second run", "job 7"))
+    save(path, plan, 0, 1, save_id("first run", "job 7"))
+    save(path, plan, 1, 2, save_id("second run", "job 7"))
     with pytest.raises(
         StateError,
         match=r"pserver-0 \(tag 'job 7', run first run\) and pserver-1 \(tag 'job 7', run s",
     ):
         checkpoint.load(path, plan.main)
-    save(path, plan, 0, 2, mark_of("second run", "job 7"))
+    save(path, plan, 0, 2, save_id("second run", "job 7"))
     assert values(path, plan) == [2]
 
 

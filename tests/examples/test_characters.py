@@ -251,7 +251,7 @@ def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedul
         # the first stage computes only gradients of its weights
         assert took("B", 0) == 0 and took("B", 1) == pytest.approx(took("W", 1))
     # up to a factor, this is the schedule
-    assert float(play.bubble) == pytest.approx(float(plan.schedule.play().bubble), abs=0.1)
+    assert float(play.bubble) == pytest.approx(float(plan.schedule.timeline().bubble), abs=0.1)
     assert plan.schedule.bubble == {"ZeroBubble": Fraction(1, 7)}.get(schedule, Fraction(1, 3))
 
 

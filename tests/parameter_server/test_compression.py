@@ -318,7 +318,7 @@ def test_restored_jobs_begin_with_encoded_parameters_and_without_rounding_errors
 def test_verify_names_the_rounding_that_it_leaves_out() -> None:
     report = planned(dtrans.Sync(compress="int8", compress_params="bf16")).verify()
     assert report.equal and not report.complete
-    assert "the rounding of compressed messages, which verify() leaves out" in report.unfollowed
+    assert "the rounding of compressed messages, which verify() leaves out" in report.unevaluated
 
 
 # -- the largest numbers ---------------------------------------------------------------------------

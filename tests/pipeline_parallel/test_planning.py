@@ -47,7 +47,7 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.traces: list[Any] = []
         self.divided: list[str] = []
-        trace, open_step = trace_module.lowered_jaxpr, halves_module.open_step
+        trace, inline_step = trace_module.lowered_jaxpr, halves_module.inline_step
 
         def counted_trace(fn: Any, *args: Any) -> Any:
             self.traces.append((args[-1].shape, captures()))
@@ -55,10 +55,10 @@ class Calls:
 
         def counted_open_step(program: dtrans.Program) -> Any:
             self.divided.append(str(program.jaxpr))
-            return open_step(program)
+            return inline_step(program)
 
         monkeypatch.setattr(trace_module, "lowered_jaxpr", counted_trace)
-        monkeypatch.setattr(halves_module, "open_step", counted_open_step)
+        monkeypatch.setattr(halves_module, "inline_step", counted_open_step)
 
 
 def test_a_plan_traces_and_divides_each_step_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from dtrans.errors import ConfigError
 from dtrans.pipeline_parallel.gantt import draw
 from dtrans.pipeline_parallel.orders import ALIASES
 from dtrans.pipeline_parallel.schedule import Schedule, schedule
-from dtrans.pipeline_parallel.task import Play, Task, TimedTask
+from dtrans.pipeline_parallel.task import Task, TimedTask, Timeline
 
 
 pytestmark = pytest.mark.usefixtures("system_fonts")
@@ -177,7 +177,10 @@ def idle(table):
 def test_bubble_of_epls_schedules(name):
     for S, M in SIZES:
         s = schedule(name, S, M)
-        assert s.bubble == s.play().bubble == idle(s.ticks()) == Fraction(S - 1, M + S - 1), (S, M)
+        assert s.bubble == s.timeline().bubble == idle(s.ticks()) == Fraction(S - 1, M + S - 1), (
+            S,
+            M,
+        )
         assert isinstance(s.bubble, Fraction)
 
 
@@ -234,7 +237,7 @@ def test_a_chunk_is_a_part_of_the_work_of_its_device():
     device 1   .    F0@1 F1@1 F0@3 .. B0@3 ..
     """
     s = schedule("Interleaved", 2, 2, 2)
-    at = {str(t.task): (t.start, t.end) for t in s.play()}
+    at = {str(t.task): (t.start, t.end) for t in s.timeline()}
     half = Fraction(1, 2)
     assert (at["F0@0"], at["F1@0"], at["F0@2"]) == ((0, half), (half, 1), (1, 3 * half))
     assert (at["F0@1"], at["F0@3"]) == ((half, 1), (3 * half, 2))
@@ -248,7 +251,7 @@ def test_a_chunk_is_a_part_of_the_work_of_its_device():
 
 
 def test_all_schedules_do_equal_work():
-    busy = {s.name: sum(t.end - t.start for t in s.play(3, 7, 2)) for s in all_of(4, 8)}
+    busy = {s.name: sum(t.end - t.start for t in s.timeline(3, 7, 2)) for s in all_of(4, 8)}
     assert set(busy.values()) == {4 * 8 * 10}
 
 
@@ -302,7 +305,7 @@ def peak_seen(s, play):
 
 @given(schedules(), st.integers(0, 3))
 def test_peak_is_what_a_play_shows(s, transfer):
-    assert peak_seen(s, s.play(transfer=transfer)) == s.peak
+    assert peak_seen(s, s.timeline(transfer=transfer)) == s.peak
 
 
 # -- plays and sequences ---------------------------------------------------------------------------
@@ -328,7 +331,7 @@ def test_what_tasks_need():
 @given(played())
 def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
     s, costs = case
-    play = s.play(**costs)
+    play = s.timeline(**costs)
     at = {t.task: t for t in play}
     assert len(at) == len(play) == sum(map(len, s.orders))
     cost = lambda what, k: (
@@ -390,18 +393,18 @@ def test_the_tick_table_is_the_sequence_tick_by_tick(s):
 def test_costs_of_floats_and_of_each_stage():
     s = schedule("PreferBackward", 2, 2)
     assert s.makespan(0.5, 1.0) == 4.5
-    assert s.play(0.5, 1.0).bubble == pytest.approx(1 / 3)
+    assert s.timeline(0.5, 1.0).bubble == pytest.approx(1 / 3)
     # orders F0 F1 B0 B1 and F0 B0 F1 B1; the second device is three times as slow
     assert s.makespan([1, 3], [2, 6]) == 1 + 2 * (3 + 6) + 2
-    assert s.play((1, 3), np.array([2, 6])).bubble == 1 - Fraction(2 * (1 + 2 + 3 + 6), 2 * 21)
-    assert isinstance(s.play(np.int64(1), np.float32(2)).makespan, float)
-    free = s.play(0, 0)
+    assert s.timeline((1, 3), np.array([2, 6])).bubble == 1 - Fraction(2 * (1 + 2 + 3 + 6), 2 * 21)
+    assert isinstance(s.timeline(np.int64(1), np.float32(2)).makespan, float)
+    free = s.timeline(0, 0)
     assert (free.makespan, free.bubble) == (0, 0)
-    assert (Play().makespan, Play().bubble, Play().num_devices) == (0, 0, 0)
+    assert (Timeline().makespan, Timeline().bubble, Timeline().num_devices) == (0, 0, 0)
 
 
 def test_a_measured_play_can_be_asked():
-    ran = Play(
+    ran = Timeline(
         [TimedTask(Task("F", 1, 0), 1, 102.0, 103.0), TimedTask(Task("F", 0, 0), 0, 100.0, 101.0)]
     )
     assert (ran.makespan, ran.num_devices, ran.bubble) == (3.0, 2, pytest.approx(2 / 3))
@@ -429,7 +432,7 @@ def test_a_measured_play_can_be_asked():
 )
 def test_costs_that_are_none(costs, says):
     with pytest.raises(ConfigError, match=says):
-        schedule("ZeroBubble", 4, 4).play(**costs)
+        schedule("ZeroBubble", 4, 4).timeline(**costs)
 
 
 # -- making one, and one of one's own --------------------------------------------------------------
@@ -544,7 +547,7 @@ def test_orders_are_refused_if_and_only_if_devices_wait_for_each_other(s, random
         with pytest.raises(ConfigError, match="deadlocks: "):
             dataclasses.replace(s, orders=orders)
     else:
-        assert len(dataclasses.replace(s, orders=orders).play()) == len(graph)
+        assert len(dataclasses.replace(s, orders=orders).timeline()) == len(graph)
 
 
 # -- showing ---------------------------------------------------------------------------------------
@@ -625,8 +628,10 @@ def bars_of(path):
 
 def test_a_chart_has_the_bars_of_all_plays(tmp_path):
     s = schedule("ZeroBubble", 3, 4)
-    ran = [(t.task, t.device, 1e3 + 0.9 * t.start, 1e3 + 0.9 * t.end) for t in s.play(transfer=1)]
-    panels = [("planned", s.play()), ("as it ran", [TimedTask(*t) for t in ran])]
+    ran = [
+        (t.task, t.device, 1e3 + 0.9 * t.start, 1e3 + 0.9 * t.end) for t in s.timeline(transfer=1)
+    ]
+    panels = [("planned", s.timeline()), ("as it ran", [TimedTask(*t) for t in ran])]
     s.gantt(tmp_path / "chart.svg", panels, unit="ms")
     bars, text = bars_of(tmp_path / "chart.svg")
     assert len(bars) == 2 * len(s.sequence())
@@ -649,7 +654,7 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
         assert [len(t) for t in tops] == [1, 1, 1] and tops == sorted(tops, key=min)
     assert len({(name.split("-")[1][0], bar[3]) for name, bar in bars.items()}) == 3
     assert "planned (bubble 14.3%)" in text
-    assert f"as it ran (bubble {float(s.play(transfer=1).bubble):.1%})" in text
+    assert f"as it ran (bubble {float(s.timeline(transfer=1).bubble):.1%})" in text
     assert text.count("time (ms)") == text.count("device") == 2
     assert {"forward", "cotangents of inputs", "gradients of weights"} <= set(text)
     # the numbers in bars and the ticks
@@ -670,7 +675,7 @@ def test_a_chart_of_the_schedule_alone(tmp_path):
 
 def test_panels_of_one_unit_have_one_scale(tmp_path):
     s = schedule("PreferForward", 2, 2)
-    both = [("slow", s.play(2, 4)), ("fast", s.play())]
+    both = [("slow", s.timeline(2, 4)), ("fast", s.timeline())]
     widths = {}
     for name, unit in ("same", "ms"), ("each", ("ms", "ticks")):
         s.gantt(tmp_path / f"{name}.svg", both, unit=unit)
@@ -698,9 +703,14 @@ def test_a_chart_as_pixels(tmp_path):
 @pytest.mark.parametrize(
     ("name", "plays", "unit", "says"),
     [
-        ("chart.txt", [("a", ONE.play())], "", "its name must end in one of .*png, .*svg"),
-        ("chart", [("a", ONE.play())], "", "its name must end in one of"),
-        ("nowhere/chart.svg", [("a", ONE.play())], "", "the directory .*nowhere does not exist"),
+        ("chart.txt", [("a", ONE.timeline())], "", "its name must end in one of .*png, .*svg"),
+        ("chart", [("a", ONE.timeline())], "", "its name must end in one of"),
+        (
+            "nowhere/chart.svg",
+            [("a", ONE.timeline())],
+            "",
+            "the directory .*nowhere does not exist",
+        ),
         ("chart.svg", [], "", "plays is empty"),
         ("chart.svg", [("nothing", [])], "", "the play 'nothing' has no tasks to draw"),
         (
@@ -709,7 +719,7 @@ def test_a_chart_as_pixels(tmp_path):
             "",
             "the play 'odd' contains X0@0",
         ),
-        ("chart.svg", [("a", ONE.play())], ("s", "s"), "unit has 2 entries for 1 plays"),
+        ("chart.svg", [("a", ONE.timeline())], ("s", "s"), "unit has 2 entries for 1 plays"),
     ],
 )
 def test_charts_that_cannot_be_drawn(tmp_path, name, plays, unit, says):

@@ -113,7 +113,7 @@ def test_layers_in_a_loop_of_a_split_stage(stage):
     of = job_of(loss, params, (array(ROWS, BODY),), CLIPPED)
     plan = check(of, num_stages=1, replicas=2, sharding_stage=stage)
     assert plan.model.sharding.params == {"params/up": 2, "params/down": 1}
-    for n, cut in plan.cuts.items():
+    for n, cut in plan.slices_by_axis.items():
         dims = [s.axis for s in cut.values()]
         assert len({*dims}) == len(dims), n
         assert ("replica" in cut) == (stage == 3 or n.startswith("opt_state")), n

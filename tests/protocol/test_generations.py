@@ -22,7 +22,7 @@ from helpers import mlp_batch, mlp_loss, mlp_params
 
 import dtrans
 from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import ConfigError, LostPeerError, PeerError, Rewound, StateError, WireError
 from dtrans.job import Job
 from dtrans.parameter_server.plan import PServerPlan
@@ -724,11 +724,11 @@ def test_a_snapshot_that_cannot_be_written_is_logged_and_the_job_goes_on(
 
     full_disk = {8: OSError(28, "No space left on device"), 9: StateError("no folder")}
     monkeypatch.setattr(checkpoint, "save_serving", save)
-    snapshots.write(0, {}, {}, Mark(("a run",), 7))
+    snapshots.write(0, {}, {}, SaveId(("a run",), 7))
     full |= set(full_disk)
     for step in full_disk:
         caplog.clear()
-        snapshots.write(0, {}, {}, Mark(("a run",), step))
+        snapshots.write(0, {}, {}, SaveId(("a run",), step))
         (record,) = caplog.records
         assert (
             f"cannot write the snapshot of step {step}, so a restart would go back to step 7"
@@ -736,7 +736,7 @@ def test_a_snapshot_that_cannot_be_written_is_logged_and_the_job_goes_on(
         )
     assert snapshots.generations.newest_snapshot(["pserver 0"]) == 7
     full.clear()
-    snapshots.write(0, {}, {}, Mark(("a run",), 10))
+    snapshots.write(0, {}, {}, SaveId(("a run",), 10))
     assert snapshots.generations.newest_snapshot(["pserver 0"]) == 10
 
 
@@ -744,7 +744,7 @@ def test_the_two_newest_snapshots_stay(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(checkpoint, "save_serving", lambda path, *_, **__: path.mkdir())
     snapshots = server_snapshots(tmp_path)
     for step in (7, 8, 9, 10):
-        snapshots.write(0, {}, {}, Mark(("a run",), step))
+        snapshots.write(0, {}, {}, SaveId(("a run",), step))
     assert {x.name for x in tmp_path.iterdir() if x.name.isdecimal()} == {"9", "10"}
     assert snapshots.generations.marks()["pserver 0"].snapshots == (9, 10)
 
@@ -759,7 +759,7 @@ def test_an_asynchronous_server_keeps_its_newest_snapshot_alone(
     snapshots = ServerSnapshots(RoleFolder(tmp_path, "pserver 0"), plan, SERVER, every=1)
     snapshots.enter_alone()
     for step in (4, 9):
-        snapshots.write(0, {1: step}, {}, Mark(("a run",), step))
+        snapshots.write(0, {1: step}, {}, SaveId(("a run",), step))
     assert {x.name for x in (tmp_path / "pserver-0").iterdir()} == {"9"}
     launcher = LauncherFolder(tmp_path)
     assert launcher.marks()["pserver 0"] == RoleMark(0, (9,), is_alone=True, counts=(0, 9))
@@ -785,9 +785,9 @@ def test_a_snapshot_waits_until_the_one_before_is_written() -> None:
             raise ZeroDivisionError("by 0")
 
     writer = StateWriter(None, wake=lambda: None)
-    writer.begin_snapshot(keep, {"x": 1}, Mark(step=1))
+    writer.begin_snapshot(keep, {"x": 1}, SaveId(step=1))
     assert has_begun.acquire(timeout=60.0)
-    begun = threading.Thread(target=writer.begin_snapshot, args=(keep, {"x": 2}, Mark(step=2)))
+    begun = threading.Thread(target=writer.begin_snapshot, args=(keep, {"x": 2}, SaveId(step=2)))
     begun.start()
     begun.join(0.1)
     assert begun.is_alive() and written == []

@@ -13,7 +13,7 @@ import pytest
 import dtrans
 from dtrans import checkpoint
 from dtrans.errors import StateError
-from dtrans.step.gradients import gradients_of, open_step
+from dtrans.step.gradients import gradients_of, inline_step
 from dtrans.step.startup import normalize_step
 
 
@@ -183,7 +183,7 @@ def test_gradients_that_only_a_clip_reads_are_found() -> None:
 
     x = np.arange(1.0, 5.0, dtype=np.float32).reshape(2, 2)
     main = dtrans.trace(step, *init(), x)
-    opened = open_step(main)
+    opened = inline_step(main)
     found = gradients_of(opened).of
     values = opened.inner.replace(outvars=[found[f"params/{n}"] for n in "abc"])
     made = jax.core.eval_jaxpr(values, opened.jaxpr.consts, *jax.tree.leaves((*init(), x)))

@@ -18,7 +18,7 @@ from flax import nnx
 import dtrans
 from dtrans.errors import ConfigError, GradientError, TraceError
 from dtrans.ir.inline import inline_calls
-from dtrans.step.gradients import OpenStep
+from dtrans.step.gradients import InlinedStep
 from dtrans.step.one_state import kinds_of
 
 
@@ -28,7 +28,7 @@ Tree = Any
 def kinds(name: str) -> dict[str, str]:
     case, key = library_zoo.by_name(name), jax.random.key(0)
     main = dtrans.trace(case.step(case.value_and_grad), *case.state(key), *case.batch(6))
-    return kinds_of(OpenStep(main, inline_calls(main.jaxpr)))
+    return kinds_of(InlinedStep(main, inline_calls(main.jaxpr)))
 
 
 @pytest.mark.usefixtures("x64")

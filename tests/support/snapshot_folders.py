@@ -50,9 +50,9 @@ class Servers:
     def write(self, endpoint: str, step: int, plus: float, *, is_early: bool = False) -> None:
         """Write the initial state plus a number as the state after a step."""
         snapshots = self.snapshots[endpoint]
-        mark = snapshots.mark(0, [self._session], step)
+        save_id = snapshots.save_id(0, [self._session], step)
         state = {n: x + plus for n, x in self.first[endpoint].items()}
-        snapshots.write(self.generation.number, {0: step}, state, mark, is_early=is_early)
+        snapshots.write(self.generation.number, {0: step}, state, save_id, is_early=is_early)
 
 
 def first_states(plan: PServerPlan) -> dict[str, State]:

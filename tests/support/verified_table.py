@@ -105,10 +105,10 @@ class Outcome:
         assert self.report.equal, str(self.report)
         if self.report.complete:
             return "complete"
-        return f"incomplete: {'; '.join(map(_in_short, self.report.unfollowed))}"
+        return f"incomplete: {'; '.join(map(_in_short, self.report.unevaluated))}"
 
 
-# part of an error, or of a reason in `unfollowed` -> short text for the page
+# part of an error, or of a reason in `unevaluated` -> short text for the page
 IN_SHORT: Mapping[str, str] = {
     "values of the full batch": "needs values of the full batch",
     "in a loop or a branch": "the step sums gradients in a loop",

@@ -23,7 +23,7 @@ from paths import DOCS
 import dtrans
 from dtrans.check_command import check
 from dtrans.errors import ConfigError, TraceError, VerifyError
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.field_values import lifted, same
 
 
@@ -314,7 +314,7 @@ def test_collectives_are_what_jax_computes(name: str) -> None:
                 wanted = jax.jit(mapped(mesh, check_vma=check_vma))(x)
             jaxpr = jax.make_jaxpr(mapped(GRID, check_vma=check_vma))(x)
             with np.errstate(over="ignore"):
-                ((found,),) = World().run(jaxpr, [(lifted(x, x.dtype),)])
+                ((found,),) = Evaluator().run(jaxpr, [(lifted(x, x.dtype),)])
             assert same(found, lifted(wanted, wanted.dtype))
 
 
@@ -323,7 +323,7 @@ def test_groups_of_an_axis() -> None:
     mapped = jax.shard_map(
         summed, mesh=DATA, in_specs=P("data"), out_specs=P("data"), check_vma=False
     )
-    ((found,),) = World().run(
+    ((found,),) = Evaluator().run(
         jax.make_jaxpr(mapped)(jnp.ones(4)), [(lifted(jnp.arange(4.0), jnp.float32),)]
     )
     assert found.approx.tolist() == [3, 3, 3, 3]

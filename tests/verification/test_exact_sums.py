@@ -14,7 +14,7 @@ import pytest
 from dtrans.ops import EXACT, identity_of
 from dtrans.ops.exact_sum import joined, part_of, part_type, sum_of
 from dtrans.verification import field
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.field_values import Real
 
 
@@ -45,10 +45,10 @@ def test_parts_add_up(fn: Callable[..., Any], equal: bool, dtype: str) -> None:
     with jax.enable_x64(dtype == "float64"), np.errstate(all="ignore"):
         x = jax.ShapeDtypeStruct((7,), dtype)
         point = Real(field.random_elements(rng, (7,)), rng.normal(size=7))
-        world = World()
-        ((found,),) = world.run(jax.make_jaxpr(fn)(x), [(point,)])
-        ((wanted,),) = world.run(
+        evaluator = Evaluator()
+        ((found,),) = evaluator.run(jax.make_jaxpr(fn)(x), [(point,)])
+        ((wanted,),) = evaluator.run(
             jax.make_jaxpr(lambda x: jnp.sum(x) / jnp.sum(x * x))(x), [(point,)]
         )
-        assert not world.unknown and (found.elements == wanted.elements) == equal
+        assert not evaluator.unknown and (found.elements == wanted.elements) == equal
         assert np.isclose(found.approx, wanted.approx) == equal

@@ -22,7 +22,7 @@ from jaxpr_surgery import Surgery
 import dtrans
 from dtrans._jax import axes_of
 from dtrans.verification import check
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.field_values import Real
 from dtrans.verification.rank_collectives import GROUPS
 from dtrans.verification.value_log import ValueLog
@@ -342,7 +342,7 @@ def _first_wrong(right: Any, faulty: Any, arguments: Sequence[Any]) -> set[str]:
     for jaxpr in (right, faulty):
         log = ValueLog()
         with np.errstate(all="ignore"):
-            World(log=log).run(jaxpr, [(x,) for x in arguments])
+            Evaluator(log=log).run(jaxpr, [(x,) for x in arguments])
         logs.append(log)
     key = lambda value: tuple((x.shape, x.elements.tobytes()) for x in value if isinstance(x, Real))
     known = {key(x) for made in logs[0].computations for x in made.outputs}

@@ -15,7 +15,7 @@ import pytest
 import dtrans
 from dtrans._jax import CALLBACKS, FACTS
 from dtrans.verification.complex_rules import COMPLEX
-from dtrans.verification.evaluate import CALLS, HANDLED, World
+from dtrans.verification.evaluate import CALLS, HANDLED, Evaluator
 from dtrans.verification.field_values import Complex, Real, lifted, same
 from dtrans.verification.matrix_rules import MATRICES
 from dtrans.verification.numpy_rules import threefry_bits
@@ -79,11 +79,11 @@ WHOLE: dict[str, Callable[..., Any]] = {
 
 def evaluated(fn: Callable[..., Any], *args: Any) -> Any:
     """Return the output of a function over the field."""
-    world = World()
+    evaluator = Evaluator()
     jaxpr = jax.make_jaxpr(fn)(*map(_approx, args))
     with np.errstate(all="ignore"):
-        ((found,),) = world.run(jaxpr, [(a,) for a in args])
-    assert not world.unknown, world.unknown
+        ((found,),) = evaluator.run(jaxpr, [(a,) for a in args])
+    assert not evaluator.unknown, evaluator.unknown
     return found
 
 

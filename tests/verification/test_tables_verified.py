@@ -52,7 +52,7 @@ def test_plans_with_tables_compute_the_step(name: str) -> None:
     report = plan.verify()
     assert report, str(report)
     assert any("params/emb.block1" in n for n in report.compared)
-    late = any(t.catches_up for t in plan.tables.of.values())
+    late = any(t.changes_unread_rows for t in plan.tables.of.values())
     assert report.points == (8 if late else 4), "rows that catch up are compared too"
 
 

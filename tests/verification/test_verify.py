@@ -19,7 +19,7 @@ import dtrans
 from dtrans.errors import BatchError
 from dtrans.ops import all_gather_p, all_reduce_p, reduce_scatter_p
 from dtrans.run.base import lowering, state
-from dtrans.verification.evaluate import World
+from dtrans.verification.evaluate import Evaluator
 from dtrans.verification.field_values import (
     NearTie,
     Real,
@@ -136,7 +136,7 @@ def test_extremes_of_near_ties_are_those_of_parts(extreme: Any) -> None:
     """Field elements decide near ties, so the order of operands has no effect."""
     x = lifted(np.array([1.0, 2.0, 2.0, -3.0, -3.0]), jnp.float64)
     x = Real(np.arange(5, dtype=np.uint64)[::-1].copy(), x.approx)
-    one = lambda fn, *of: World().run(jax.make_jaxpr(fn)(*of), [(x,)])[0][0]
+    one = lambda fn, *of: Evaluator().run(jax.make_jaxpr(fn)(*of), [(x,)])[0][0]
     whole, parts = (
         (lambda a: extreme(a)),
         (lambda a: extreme(jnp.stack([extreme(a[3:]), extreme(a[:2]), a[2]]))),
@@ -305,7 +305,7 @@ def test_copies_that_differ_are_told() -> None:
     mesh = AbstractMesh((3,), ("d",), axis_types=(AxisType.Auto,))
     each = jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("d"), out_specs=P(), check_vma=False)
     x = lifted(jnp.arange(6.0), jnp.float64)
-    ((found,),) = World().run(jax.make_jaxpr(each)(jnp.ones(6)), [(x,)])
+    ((found,),) = Evaluator().run(jax.make_jaxpr(each)(jnp.ones(6)), [(x,)])
     assert isinstance(found, Replicas) and len(found.copies) == 3
 
 
@@ -335,7 +335,7 @@ def test_float64_values_are_what_jax_computes(name: str) -> None:
     run = lambda mesh: jax.shard_map(
         fn, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False
     )
-    ((found,),) = World().run(
+    ((found,),) = Evaluator().run(
         jax.make_jaxpr(run(AbstractMesh((3,), ("d",), axis_types=(AxisType.Auto,))))(x),
         [(lifted(x, x.dtype),)],
     )
@@ -347,9 +347,9 @@ def test_float64_values_are_what_jax_computes(name: str) -> None:
 
 def test_what_has_no_rule_is_unknown() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.linalg.ormqr(x, x[0], x))(jnp.ones((4, 4)))
-    world = World()
-    ((found,),) = world.run(jaxpr, [(lifted(jnp.ones((4, 4)), jnp.float64),)])
-    assert isinstance(found, Unknown) and world.unknown
+    evaluator = Evaluator()
+    ((found,),) = evaluator.run(jaxpr, [(lifted(jnp.ones((4, 4)), jnp.float64),)])
+    assert isinstance(found, Unknown) and evaluator.unknown
 
 
 def test_a_dead_equation_without_a_rule_is_skipped() -> None:
@@ -363,8 +363,10 @@ def test_a_dead_equation_without_a_rule_is_skipped() -> None:
 
     x, reasons = jnp.ones((2, 3)), {}
     for fn in (halve, shift):
-        world = World()
-        world.run(jax.make_jaxpr(lambda x, fn=fn: jax.lax.map(fn, x))(x), [(lifted(x, x.dtype),)])
-        reasons[fn] = [*world.unknown]
+        evaluator = Evaluator()
+        evaluator.run(
+            jax.make_jaxpr(lambda x, fn=fn: jax.lax.map(fn, x))(x), [(lifted(x, x.dtype),)]
+        )
+        reasons[fn] = [*evaluator.unknown]
     assert reasons[halve] == []
     assert reasons[shift][0].startswith("empty: the outputs differ from run to run")

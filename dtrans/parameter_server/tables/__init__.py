@@ -8,7 +8,7 @@ row_picks       equations that read rows of a leaf by id
 row_runs        static slices of tables, as lookups of consecutive rows
 pick_ids        row ids of lookups, computed before loops and branches
 trainer_rows    forward and backward of a trainer, written for the rows that it looks up
-wide_numbers    row ids before JAX truncates them to 32 bits
+wide_ids    row ids before JAX truncates them to 32 bits
 zero_gradient   effect of an update on rows whose gradient is zero
 frozen_tables   tables that the step does not train
 touched_rows    a server's update, written for the rows that were looked up

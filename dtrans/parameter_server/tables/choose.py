@@ -19,7 +19,7 @@ from dtrans.parameter_server.tables.zero_gradient import (
     ZeroGradient,
     at_zero_gradient,
     constant_outputs,
-    find_waiting,
+    find_accumulation,
 )
 from dtrans.rows.analysis import RowAnalysis
 from dtrans.step.halves import DividedStep
@@ -38,8 +38,8 @@ class Table:
       zero: the effect of the update on rows that have a gradient of zero.
       updates_all: True if each update runs on all rows that a server stores, even if few were
         looked up.
-      catches_up: True if an update also changes rows that no trainer looked up, for example by
-        weight decay. Servers apply these changes later, before a trainer reads the row.
+      changes_unread_rows: True if an update also changes rows that no trainer looked up, for
+        example by weight decay. Servers apply these changes later, before a trainer reads the row.
       limit: the maximum number of rows that all servers together may create; None for no limit.
       why: for the printed plan, a description of the rows that an update changes.
       buckets: the number of buckets (row n is in bucket n % buckets); 0 if each server stores a
@@ -53,7 +53,7 @@ class Table:
     lookups: TableLookups
     zero: ZeroGradient
     updates_all: bool
-    catches_up: bool
+    changes_unread_rows: bool
     limit: int | None = dataclasses.field(default=None, kw_only=True)
     why: str
     buckets: int = 0
@@ -166,7 +166,7 @@ def _choose_update(
     if option.update == "lazy":
         why = _why_all_rows(zero)
         if zero.moves and not why:
-            why = find_waiting(analysis, name)
+            why = find_accumulation(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
     table = _table(name, lookups, zero, option)
@@ -241,7 +241,7 @@ def _check_creation(name: str, table: Table, option: str) -> None:
       table: the table.
       option: text of the option, such as "limit=9".
     """
-    if table.updates_all or (table.catches_up and table.zero.rests is None):
+    if table.updates_all or (table.changes_unread_rows and table.zero.initial_values is None):
         raise ConfigError(
             f"sparse: {name} cannot have {option}, since its update also changes rows that no "
             f"trainer has looked up ({table.why}); leave {option.partition('=')[0]} out, or pass "

@@ -26,7 +26,7 @@ from dtrans.parameter_server.placement import place
 from dtrans.parameter_server.tables.choose import Table, Tables, choose_tables
 from dtrans.parameter_server.tables.options import Rows
 from dtrans.parameter_server.tables.touched_rows import mark_tables, resized
-from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
+from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_accumulation
 from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.slicing.partial_init import makes_rows, write_rows
 from dtrans.slicing.server_spec import analyse_update
@@ -71,8 +71,8 @@ def choose_trainer_tables(
 def _why_refused(table: Table, analysis: RowAnalysis, startup: Program) -> str:
     """Return the reason why a trainer cannot update single rows of a table; empty if it can."""
     leaf = table.lookups.leaf
-    if table.catches_up:
-        if waits := find_waiting(analysis, leaf):
+    if table.changes_unread_rows:
+        if waits := find_accumulation(analysis, leaf):
             return f"other rows change too ({table.why}), and {waits}. {REMEDY}"
         lazy = f"sparse={{{leaf!r}: dtrans.Rows(update='lazy')}}"
         return f"other rows change too ({table.why}); pass {lazy}"

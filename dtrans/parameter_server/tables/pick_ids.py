@@ -26,13 +26,13 @@ from dtrans._jax import (
     Literal,
     Var,
     bodies,
+    body_indices,
     closed,
     closed_with,
     live_part,
     opened,
     rebuilt,
     scan_length,
-    wiring,
 )
 from dtrans.ir.dataflow import backward_slice, free_variables, needed_equations, variables
 from dtrans.ir.selection import values_at
@@ -139,7 +139,7 @@ def _in_branches(
     """
     found: list[RowLookup] = []
     extra: list[JaxprEqn] = []
-    branches = zip(map(opened, bodies(eqn)), wiring(eqn).ins, step.bodies, strict=True)
+    branches = zip(map(opened, bodies(eqn)), body_indices(eqn).ins, step.bodies, strict=True)
     for body, read, flow in branches:
         env: dict[Var, Atom] = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
         inside, new = lookups_in(body.eqns, flow)
@@ -154,16 +154,16 @@ def _in_scan(
     eqn: JaxprEqn, jaxpr: Any, flow: Flow, known: dict[Any, Sequence[Var]]
 ) -> tuple[list[RowLookup], list[JaxprEqn]]:
     """Return the reads of rows in a scan's body, and added equations that compute all their ids."""
-    body, wires = opened(jaxpr), wiring(eqn)
+    body, indices = opened(jaxpr), body_indices(eqn)
     inside, new = lookups_in(body.eqns, flow)
-    count = len(wires.carried)
+    count = len(indices.carried)
 
     # Inputs and stacked outputs of the body also exist outside of the body.
     env: dict[Var, Atom] = {}
     for i, v in enumerate(body.invars):
-        if i not in wires.carried:
+        if i not in indices.carried:
             env[v] = eqn.invars[i]
-    for j in wires.stacks:
+    for j in indices.stacks:
         stacked = body.outvars[j]
         if isinstance(stacked, Var):
             env[stacked] = eqn.outvars[j]
@@ -180,7 +180,7 @@ def _in_scan(
         stacks = outputs[count:]
         scan = rebuilt(eqn, [ids_body], eqn.invars, outputs)
         (scan,) = numbers_first([scan], stacks, jaxpr)
-        if wiring(scan).carried:
+        if body_indices(scan).carried:
             # The scans of forward and backward have different carries, so neither can be reused.
             extra.append(scan)
         else:

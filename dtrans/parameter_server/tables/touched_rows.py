@@ -3,9 +3,9 @@
 A compiled program has a fixed number of rows, its *capacity*. But each step looks up another number
 of rows. So an update gets the looked-up rows, and additional rows with a gradient of zero up to the
 capacity. To limit the number of compiled programs, the capacity of an update is a power of two
-(`room_for`). Two other kinds of programs have the capacities 16, 128, 1024, ... (`rooms`): those
-that initialise rows, and those that apply updates which a row has missed.
-`dtrans.slicing.server_update` writes the updates.
+(`capacity_for`). Two other kinds of programs have the capacities 16, 128, 1024, ...
+(`split_by_capacity`): those that initialise rows, and those that apply updates which a row has
+missed. `dtrans.slicing.server_update` writes the updates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtrans.slicing.blocks import Block, Placement
 
 
 LEAST = 16  # smallest capacity, in rows
-MOST = 1 << 16  # capacities in `rooms` grow up to this number of rows
+MOST = 1 << 16  # capacities in `split_by_capacity` grow up to this number of rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,8 +40,8 @@ class TableBlock:
         the row.
       leaf_moves: True if these changes include the rows of the leaf, not only their optimizer
         state.
-      rests: the initial value of each state array, by name, if every row keeps it until the row's
-        first lookup. None if a row may change before.
+      initial_values: the initial value of each state array, by name, if every row keeps it until
+        the row's first lookup. None if a row may change before.
       limit: the maximum number of rows of the block that the server may create; None for no limit.
       on_trainers: True if trainers store the rows that they looked up (GEO-SGD).
       staleness: the maximum number of updates that rows from `job.prefetch` may miss.
@@ -56,7 +56,7 @@ class TableBlock:
     gradients: Mapping[int, str]
     updates_all: bool
     moves: bool = False
-    rests: Mapping[str, Any] | None = None
+    initial_values: Mapping[str, Any] | None = None
     limit: int | None = None
     on_trainers: bool = False
     leaf_moves: bool = False
@@ -87,7 +87,7 @@ class ServedTables:
         return ", ".join(self.blocks)
 
 
-def room_for(count: int) -> int:
+def capacity_for(count: int) -> int:
     """Return the capacity of a program that updates `count` rows: a power of two, at least 16."""
     size = LEAST
     while size < count:
@@ -95,7 +95,7 @@ def room_for(count: int) -> int:
     return size
 
 
-def rooms(count: int) -> Iterator[tuple[int, int, int]]:
+def split_by_capacity(count: int) -> Iterator[tuple[int, int, int]]:
     """Divide `count` rows among several calls of programs; yield (start, stop, capacity) of each.
 
     A program has a fixed number of rows, its capacity. Compiling it takes longer than a thousand

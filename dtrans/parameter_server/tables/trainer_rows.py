@@ -29,7 +29,7 @@ from dtrans.ops import geo_prefetch_p, prefetch_p, split_ids_p
 from dtrans.parameter_server.tables.lookups import Lookups, TableLookups
 from dtrans.parameter_server.tables.pick_ids import atom_key, numbers_first
 from dtrans.parameter_server.tables.row_picks import RowPick, run_ids
-from dtrans.parameter_server.tables.wide_numbers import WideNumbers
+from dtrans.parameter_server.tables.wide_ids import WideIds
 from dtrans.rows.layout import RowAxis
 from dtrans.rows.rules import Step
 from dtrans.rows.slices import Slice, Start
@@ -211,7 +211,7 @@ class TableWriter:
         self.b.keep(eqn, list(map(self.writer.read_full, eqn.invars)))
         self.writer.shared.update(zip(eqn.outvars, eqn.outvars, strict=True))
 
-    def _ids(self, table: TableLookups, wide: WideNumbers) -> list[Atom]:
+    def _ids(self, table: TableLookups, wide: WideIds) -> list[Atom]:
         """Return the row ids that a step looks up in a table, not truncated to 32 bits."""
         found: list[Atom] = []
         for atom, component, _, count in table.ids:
@@ -228,7 +228,7 @@ class TableWriter:
         """
         b, found = self.b, self._tables
         b.role = FORWARD
-        wide = WideNumbers(b, self.writer.producers, self.writer.read_full)
+        wide = WideIds(b, self.writer.producers, self.writer.read_full)
         ids = {n: self._ids(t, wide) for n, t in found.items()}
         b.role = DIST
         for n, t in found.items():

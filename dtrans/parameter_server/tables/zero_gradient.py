@@ -14,8 +14,8 @@ moments begin with zero and stay zero.
 A *lazy* update (`dtrans.Rows(update="lazy")`) runs on looked-up rows only. This works for Adam:
 each step uses a row's gradient at once, and only the decay of the moments of other rows is missing.
 It does not work for `optax.MultiSteps`, which accumulates gradients until a later step: the later
-step must update all rows with accumulated gradients. `find_waiting` detects such optimizers. It
-evaluates the update for each outcome of each condition.
+step must update all rows with accumulated gradients. `find_accumulation` detects such optimizers.
+It evaluates the update for each outcome of each condition.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Condition:
     text: str
 
 
-MOST_CASES = 256  # largest number of combinations of outcomes that `find_waiting` evaluates
+MOST_CASES = 256  # largest number of combinations of outcomes that `find_accumulation` evaluates
 
 _NEUTRAL = {"sum": 0, "or": False, "and": True, "xor": False}  # neutral elements of reductions
 
@@ -107,8 +107,8 @@ class ZeroGradient:
       state: names of the arrays of the optimizer state that have a row for each row of the
         parameter.
       unlike: names of arrays in `state` whose rows are not along dimension 0.
-      rests: the initial values of arrays in `state`, by name, if rows keep them until their first
-        gradient. None if some array changes before.
+      initial_values: the initial values of arrays in `state`, by name, if rows keep them until
+        their first gradient. None if some array changes before.
     """
 
     moves: tuple[str, ...]
@@ -116,7 +116,7 @@ class ZeroGradient:
     positions: str
     state: tuple[str, ...]
     unlike: tuple[str, ...]
-    rests: Mapping[str, Any] | None
+    initial_values: Mapping[str, Any] | None
 
 
 def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]) -> ZeroGradient:
@@ -134,8 +134,8 @@ def at_zero_gradient(analysis: RowAnalysis, leaf: str, begins: Mapping[Any, Any]
     unlike = tuple(n for n in state if analysis.layout(rows[n]) != RowAxis(leaf, 0))
     initial = {n: begins[n] for n in state if n in begins}
     _, initial_moves = _moves(analysis, leaf, rows, initial)
-    rests = None if initial_moves else initial
-    return ZeroGradient(moves, followed.counts, followed.positions, state, unlike, rests)
+    initial_values = None if initial_moves else initial
+    return ZeroGradient(moves, followed.counts, followed.positions, state, unlike, initial_values)
 
 
 def _moves(
@@ -155,7 +155,7 @@ def _moves(
     return followed, tuple(moves)
 
 
-def find_waiting(analysis: RowAnalysis, leaf: str) -> str:
+def find_accumulation(analysis: RowAnalysis, leaf: str) -> str:
     """Return the reason why an update does not use a row's gradient at once; empty if it does.
 
     For example, `optax.MultiSteps` accumulates gradients for a later step. The function evaluates

@@ -94,7 +94,7 @@ def _with_padding(fn: Function, ins: Sequence[AxisSharding], sizes: Mapping[str,
     def padded(*args: Any) -> Sequence[Any]:
         operands = []
         for x, sharding in zip(args, ins, strict=True):
-            for dim, names in sharding.cut:
+            for dim, names in sharding.divided:
                 parts = math.prod(values_at(sizes, names))
                 x = padded_to(x, dim, -(-x.shape[dim] // parts) * parts)
             operands.append(x)

@@ -153,7 +153,7 @@ class Segments:
         return [read(a) for a in opened(jaxpr).outvars]
 
 
-def cut_program(
+def divide_program(
     program: Program,
     *,
     computed: Rules | None = None,

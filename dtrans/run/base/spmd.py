@@ -32,17 +32,17 @@ class AxisSharding:
     """Relation between a value of one trainer and a global array, for trainers along named axes.
 
     Along an axis that is in no attribute, the value is replicated: all trainers must compute the
-    same value. For example, `cut=((0, ("data",)),)` means that the trainers along "data" divide the
-    rows.
+    same value. For example, `divided=((0, ("data",)),)` means that the trainers along "data" divide
+    the rows.
 
     Attributes:
-      cut: pairs (dimension of the value, axes along which trainers divide this dimension).
+      divided: pairs (dimension of the value, axes along which trainers divide this dimension).
       stacked: axes along which trainers have different values. The global array stacks them on a
         leading dimension.
       first: axes along which values may differ. The global array is the value of the first trainer.
     """
 
-    cut: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    divided: tuple[tuple[int, tuple[str, ...]], ...] = ()
     stacked: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
 
@@ -50,7 +50,7 @@ class AxisSharding:
     def spec(self) -> P:
         """JAX's `PartitionSpec` of the global array."""
         leading = bool(self.stacked)
-        along = {dim + leading: names for dim, names in self.cut}
+        along = {dim + leading: names for dim, names in self.divided}
         if leading:
             along[0] = self.stacked
         entries: list[str | tuple[str, ...] | None] = []
@@ -63,7 +63,7 @@ class AxisSharding:
     @functools.cached_property
     def varies(self) -> frozenset[str]:
         """Axes along which trainers have different values or different shards."""
-        return frozenset(self.stacked).union(*(names for _, names in self.cut))
+        return frozenset(self.stacked).union(*(names for _, names in self.divided))
 
     def sharded_along(self, dim: int | None, *axes: str) -> AxisSharding:
         """Return a copy of the sharding in which the given axes divide dimension `dim`.
@@ -76,12 +76,12 @@ class AxisSharding:
         """
         if dim is None:
             return self
-        others = tuple(entry for entry in self.cut if entry[1] != axes)
-        return dataclasses.replace(self, cut=(*others, (dim, axes)))
+        others = tuple(entry for entry in self.divided if entry[1] != axes)
+        return dataclasses.replace(self, divided=(*others, (dim, axes)))
 
     def without(self, axis: str) -> AxisSharding:
         """Return the sharding of the value after a gather over one axis."""
-        return dataclasses.replace(self, cut=tuple(c for c in self.cut if c[1] != (axis,)))
+        return dataclasses.replace(self, divided=tuple(c for c in self.divided if c[1] != (axis,)))
 
     @classmethod
     def from_dims(cls, dims: Mapping[str, int]) -> AxisSharding:
@@ -101,8 +101,8 @@ class AxisSharding:
         def known(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name in axes)
 
-        cut = tuple((dim, known(names)) for dim, names in self.cut)
-        return AxisSharding(cut, known(self.stacked), known(self.first))
+        divided = tuple((dim, known(names)) for dim, names in self.divided)
+        return AxisSharding(divided, known(self.stacked), known(self.first))
 
 
 def on_mesh(
@@ -242,11 +242,11 @@ def _to_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     The result has one leading dimension for each axis along which trainers differ. For example, an
     array of shape [8, 3], whose rows 2 trainers divide, gets the shape [2, 4, 3].
     """
-    sizes, cut = dict(axes), dict(sharding.cut)
+    sizes, divided = dict(axes), dict(sharding.divided)
     shape = values_at(sizes, sharding.stacked)
     position = number_items(sharding.stacked)
     for dim, size in enumerate(x.shape[bool(sharding.stacked) :]):
-        names = cut.get(dim, ())
+        names = divided.get(dim, ())
         for k, name in enumerate(names):
             position[name] = len(shape) + k
         parts = values_at(sizes, names)
@@ -261,7 +261,7 @@ def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     The value has one leading dimension for each axis along which trainers differ. Along axes in
     `first`, the function selects the value of the first trainer.
     """
-    sizes, cut = dict(axes), dict(sharding.cut)
+    sizes, divided = dict(axes), dict(sharding.divided)
     mapped = [name for name, _ in axes if name in sharding.varies.union(sharding.first)]
     leading = [name for name in mapped if name in sharding.varies]
     if len(leading) < len(mapped):
@@ -275,7 +275,7 @@ def _from_leading(x: Any, sharding: AxisSharding, axes: Axes) -> Any:
     if sharding.stacked:
         shape.append(math.prod(values_at(sizes, sharding.stacked)))
     for dim, size in enumerate(x.shape[len(leading) :]):
-        names = cut.get(dim, ())
+        names = divided.get(dim, ())
         order += [*map(leading.index, names), len(leading) + dim]
         shape.append(size * math.prod(values_at(sizes, names)))
     return jnp.reshape(jnp.transpose(x, order), shape)

@@ -13,14 +13,14 @@ from dtrans.errors import StateError
 from dtrans.ir.array_fns import padded_to
 
 
-def with_padding(x: Any, cuts: Mapping[str, Sliced]) -> Any:
+def with_padding(x: Any, slices_by_axis: Mapping[str, Sliced]) -> Any:
     """Pad an array of a job's state, so that its devices can store equal slices.
 
     Args:
       x: the array.
-      cuts: the slices along each mesh axis, by the name of the axis.
+      slices_by_axis: the slices along each mesh axis, by the name of the axis.
     """
-    for sliced in cuts.values():
+    for sliced in slices_by_axis.values():
         x = padded_to(x, sliced.axis, sliced.padded)
     return x
 

@@ -90,7 +90,7 @@ class ClusterTrainers(MeshTrainers):
         where = self.state_sharding(sharding)
         if isinstance(x, jax.Array) and x.sharding == where:
             return x
-        if not sharding.cut:
+        if not sharding.divided:
             return to_global_array(local_piece(x), where)
         host = np.asarray(x)
         return jax.make_array_from_callback(host.shape, where, lambda index: host[index])

@@ -40,7 +40,7 @@ class FirstState:
     def arrays(self, *args: Any) -> dict[str, Any]:
         """Compute the first state from the arguments of init; return arrays on devices, by name."""
         flat = self.program.flatten(*args)
-        compute = self._compute_slices if self._plan.cuts else self._compute_replicas
+        compute = self._compute_slices if self._plan.slices_by_axis else self._compute_replicas
         found = compute(flat)
         state = dict(zip(self.program.out_names, found, strict=True))
         extra = {n: jnp.asarray(x) for n, x in self._plan.extra_state.items()}
@@ -95,7 +95,7 @@ class FirstState:
         def start(*args: Any) -> list[Any]:
             found = []
             for n, x in zip(names, run(*args), strict=True):
-                found.append(with_padding(x, plan.cuts.get(n, {})))
+                found.append(with_padding(x, plan.slices_by_axis.get(n, {})))
             return found
 
         if trainers.mesh is None:

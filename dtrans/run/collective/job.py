@@ -228,7 +228,7 @@ class CollectiveJob(Job):
         `StepLayout.ways`).
         """
         sharding = self._state.sharding(name)
-        if sharding.cut:
+        if sharding.divided:
             return "state", sharding
         way = self.plan.merges.get(name, "")
         if way == "concat":

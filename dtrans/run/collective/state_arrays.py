@@ -36,11 +36,15 @@ class StateArrays:
     @cached_property
     def types(self) -> dict[str, Any]:
         """Type of each global array, including padding, by name."""
-        main, program, cuts = self._plan.main.inputs, self._plan.program.inputs, self._plan.cuts
+        main, program, slices_by_axis = (
+            self._plan.main.inputs,
+            self._plan.program.inputs,
+            self._plan.slices_by_axis,
+        )
         types = {}
         for n in self.names:
             types[n] = main.get(n, program[n])
-            for sliced in cuts.get(n, {}).values():
+            for sliced in slices_by_axis.get(n, {}).values():
                 types[n] = sliced.padded_type(types[n])
         return types
 
@@ -50,11 +54,11 @@ class StateArrays:
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a sliced array without padding; None for a replicated array."""
-        cuts = self._plan.cuts.get(name)
-        if cuts is None:
+        slices_by_axis = self._plan.slices_by_axis.get(name)
+        if slices_by_axis is None:
             return None
         shape = list(self.types[name].shape)
-        for sliced in cuts.values():
+        for sliced in slices_by_axis.values():
             shape[sliced.axis] = sliced.size
         return tuple(shape)
 
@@ -88,5 +92,7 @@ class StateArrays:
 
 def state_sharding(plan: CollectivePlan, name: str) -> AxisSharding:
     """Return the sharding of an array of a plan's state."""
-    cuts = plan.cuts.get(name, {})
-    return AxisSharding.from_dims({mesh_axis: sliced.axis for mesh_axis, sliced in cuts.items()})
+    slices_by_axis = plan.slices_by_axis.get(name, {})
+    return AxisSharding.from_dims(
+        {mesh_axis: sliced.axis for mesh_axis, sliced in slices_by_axis.items()}
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.plan import PServerPlan
 
@@ -36,18 +36,18 @@ class ServerCheckpoints:
     endpoint: str
     begun: int
 
-    def keep(self, name: str, state: Mapping[str, Any], mark: Mark) -> None:
+    def keep(self, name: str, state: Mapping[str, Any], save_id: SaveId) -> None:
         """Save a state under the name that a trainer has requested.
 
         Args:
           name: the name of the checkpoint.
           state: the server's arrays, by name.
-          mark: identifier of the run and the step, which is stored with the arrays.
+          save_id: identifier of the run and the step, which is stored with the arrays.
         """
-        checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, mark)
+        checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, save_id)
 
     def keep_last(
-        self, state: Mapping[str, Any], mark: Mark, asked: Mapping[str, int]
+        self, state: Mapping[str, Any], save_id: SaveId, asked: Mapping[str, int]
     ) -> Path | None:
         """Save the server's part of a last checkpoint, because the job ends by an error.
 
@@ -57,32 +57,32 @@ class ServerCheckpoints:
 
         Args:
           state: the server's arrays, by name.
-          mark: identifier of the run and the step, which is stored with the arrays.
+          save_id: identifier of the run and the step, which is stored with the arrays.
           asked: server's step of each checkpoint that trainers have requested in this job, by name.
 
         Returns:
           The path of the checkpoint. None if the server has no arrays; another server then writes
           its part.
         """
-        assert mark.step is not None
-        name = str(self._number(mark.step, asked))
+        assert save_id.step is not None
+        name = str(self._number(save_id.step, asked))
         if not self.plan.sync_mode:
             holding = [ep for ep in self.plan.servers if self.plan.overview.by_endpoint(ep)]
             if self.endpoint not in holding:
                 return None
-            name, mark = self._agreed(name, mark), dataclasses.replace(mark, step=None)
+            name, save_id = self._agreed(name, save_id), dataclasses.replace(save_id, step=None)
             if name in asked:  # A trainer has already requested a checkpoint of this name.
                 return self.folder / name
         try:
-            self.keep(name, state, mark)
+            self.keep(name, state, save_id)
         except ConfigError:  # Another run has written a checkpoint of this name.
-            name = f"{name}-{mark.run[0]}"
-            self.keep(name, state, mark)
+            name = f"{name}-{save_id.run[0]}"
+            self.keep(name, state, save_id)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
             # Servers without arrays cannot count steps, so this server writes their parts.
             for other in self.plan.servers:
                 if other not in holding:
-                    dataclasses.replace(self, endpoint=other).keep(name, {}, mark)
+                    dataclasses.replace(self, endpoint=other).keep(name, {}, save_id)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
@@ -99,14 +99,14 @@ class ServerCheckpoints:
         last_step, number = max(numbered, default=(0, self.begun))
         return number + step - last_step
 
-    def _agreed(self, name: str, mark: Mark) -> str:
+    def _agreed(self, name: str, save_id: SaveId) -> str:
         """Return a checkpoint name for all servers of this run: the `name` of the first caller.
 
         Asynchronous servers count different steps, so their names differ. The name is stored as the
         target of a symbolic link, because the system creates a link atomically.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        link = self.folder / f".last-of-{mark.run[0]}"
+        link = self.folder / f".last-of-{save_id.run[0]}"
         try:
             os.symlink(name, link)
         except FileExistsError:

@@ -22,7 +22,7 @@ from dtrans.parameter_server.exchange_rounds import TRAINERS
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.trainer_devices import DeviceProgram, TrainerDevices
 from dtrans.run.base.device_pieces import Spread, map_pieces, place_arrays
-from dtrans.run.base.segments import Rules, Segments, cut_program
+from dtrans.run.base.segments import Rules, Segments, divide_program
 from dtrans.run.base.spmd import on_mesh, on_one_device
 
 
@@ -45,7 +45,7 @@ def _cut(
 ) -> Segments:
     index = functools.partial(_index, rules)
     computed: Rules = {**OVER_AXIS, **rules, trainer_index_p: index}
-    pieces = cut_program(program.program, computed=computed, **options)
+    pieces = divide_program(program.program, computed=computed, **options)
     among_devices = set(OVER_AXIS)
     for eqn in equations(program.program.jaxpr):
         if eqn.primitive is trainer_index_p and eqn.params["over"] == TRAINERS:
@@ -98,7 +98,7 @@ class DeviceMesh:
 
         Args:
           rules: implementations of the communication primitives that pieces compute.
-          options: other arguments of `cut_program`.
+          options: other arguments of `divide_program`.
         """
         spread: Spread = lambda fn, ins, outs: on_mesh(fn, self._mesh, ins, outs)
         return _cut(self._devices, self._program, rules, spread, **options)

@@ -46,7 +46,7 @@ from dtrans.plan import register_runner
 from dtrans.run.base.batch import Share, batch_arrays, check_rows, rows_of, shared_batch
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.nonfinite import NonfiniteCheck
-from dtrans.run.base.segments import COMPUTED, cut_program
+from dtrans.run.base.segments import COMPUTED, divide_program
 from dtrans.run.base.state import check_arrays, check_kind, check_types
 from dtrans.run.parameter_server.mesh_fabric import (
     MeshFabric,
@@ -159,7 +159,7 @@ class MeshJob(Job):
         replicated = self.placement.replicated
         fabric = MeshFabric(self.placement, servers)
         values = fabric.run(
-            cut_program(startup, computed=COMPUTED),
+            divide_program(startup, computed=COMPUTED),
             jax.device_put(startup.flatten(*args), replicated),
         )
         params = dict(zip(startup.out_names, values, strict=True))
@@ -430,7 +430,7 @@ def _check_plan(plan: PServerPlan, way: str) -> None:
             f"on_mesh runs a trainer on one device, but each trainer has a mesh of {plan.devices}; "
             "run the plan as processes, plan.on_cluster(), or on one device, plan.simulate()"
         )
-    if plan.trainer_side.runtime_split:
+    if plan.trainer_writer.runtime_split:
         raise ConfigError(
             f"{way} does not support runtime_split; leave runtime_split out, or run the plan as "
             "processes: plan.on_cluster()"

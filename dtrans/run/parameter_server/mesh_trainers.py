@@ -37,7 +37,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.run.base.batch import Share, part_types
 from dtrans.run.base.lowered import call_recorded
 from dtrans.run.base.merge import Merge
-from dtrans.run.base.segments import COMPUTED, Compute, Rules, cut_program
+from dtrans.run.base.segments import COMPUTED, Compute, Rules, divide_program
 from dtrans.run.base.spmd import AxisSharding, on_mesh, on_one_device
 from dtrans.run.parameter_server.device_mesh import simulated_pieces
 
@@ -164,7 +164,7 @@ class MeshTrainerPrograms:
         self.plan = plan
         rules = {**COMPUTED, **AMONG_TRAINERS}
         if plan.devices is None:
-            self.pieces = cut_program(program, computed=rules)
+            self.pieces = divide_program(program, computed=rules)
         else:
             self.pieces = simulated_pieces(plan.devices, program, rules)
         self.program = program = self.pieces.program

@@ -52,7 +52,7 @@ from dtrans.protocol.server.async_steps import StepUpdates
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.cached_rows import CachedRows
 from dtrans.protocol.trainer.traffic import Group, Leaf
-from dtrans.run.base.segments import COMPUTED, cut_program
+from dtrans.run.base.segments import COMPUTED, divide_program
 from dtrans.run.parameter_server.block_update import BlockUpdates
 from dtrans.run.parameter_server.equation_leaves import as_deltas, leaf_of, sent_blocks
 from dtrans.run.parameter_server.geo import GeoTrainer, pushed_leaves, split_push
@@ -559,7 +559,7 @@ class _OrderedTrainer:
 
         The generator pauses once, before it sends gradients.
         """
-        run, rules = cut_program(program, computed=COMPUTED).run(args), self._rules()
+        run, rules = divide_program(program, computed=COMPUTED).run(args), self._rules()
         outs: Sequence[Any] | None = None
         while True:
             try:

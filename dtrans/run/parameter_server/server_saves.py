@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from dtrans.checkpoint.assemble import copy_array
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.array_fns import is_key
 from dtrans.ir.selection import omit
@@ -184,7 +184,9 @@ class ServerSaves:
             steps = kind.step_count()
             if not steps:
                 return
-            place = self._keep_last(self.state(), self._mark(steps), self._protocol.saves.asked())
+            place = self._keep_last(
+                self.state(), self._save_id(steps), self._protocol.saves.asked()
+            )
         except Exception as e:
             # This error is not raised, because the caller raises the error that has ended the job.
             log.exception(
@@ -213,7 +215,7 @@ class ServerSaves:
         """
         assert self._writer is not None
         state, spent = self._snapshot()
-        self._writer.begin(name, state, self._mark(step), spent)
+        self._writer.begin(name, state, self._save_id(step), spent)
         return len(state)
 
     def _between_steps(self, step: int) -> None:
@@ -237,7 +239,9 @@ class ServerSaves:
         self._newest_snapshot, kind = step, self._protocol.kind
         counts = kind.counts.by_trainer if isinstance(kind, AsyncServer) else {}
         state, spent = self._snapshot()
-        self._writer.begin_snapshot(self._snapshot_writer(counts), state, self._mark(step), spent)
+        self._writer.begin_snapshot(
+            self._snapshot_writer(counts), state, self._save_id(step), spent
+        )
 
     def _snapshot_writer(
         self,
@@ -245,7 +249,7 @@ class ServerSaves:
         snapshots: ServerSnapshots | None = None,
         *,
         is_early: bool = False,
-    ) -> Callable[[Mapping[str, Any], Mark], None]:
+    ) -> Callable[[Mapping[str, Any], SaveId], None]:
         """Return the function with which the writing thread writes a snapshot.
 
         Args:
@@ -285,19 +289,19 @@ class ServerSaves:
             if endpoint not in begun and not snapshots.generations.has_written(step):
                 arrays = {n: _current(x) for n, x in state.items()}
                 write = self._snapshot_writer(snapshots=snapshots, is_early=is_early)
-                self._writer.begin_snapshot(write, arrays, self._mark(step), waits=False)
+                self._writer.begin_snapshot(write, arrays, self._save_id(step), waits=False)
         end = functools.partial(mine.note_end, number, lost)
-        self._writer.begin_snapshot(lambda *_: end(), {}, self._mark(kind.step), waits=False)
+        self._writer.begin_snapshot(lambda *_: end(), {}, self._save_id(kind.step), waits=False)
 
-    def _mark(self, step: int) -> Mark:
+    def _save_id(self, step: int) -> SaveId:
         """Return an identifier of the run and the step, which each piece of a saved state records.
 
         A reader combines pieces of several servers only if their identifiers are equal.
         """
         runs = self._protocol.trainers.sessions
         if self._snapshots is None:
-            return Mark(runs, step)
-        return self._snapshots.mark(self._generation.members_since, runs, step)
+            return SaveId(runs, step)
+        return self._snapshots.save_id(self._generation.members_since, runs, step)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
         """Return the current state by name, and the names of those arrays that must be copied.

@@ -24,7 +24,7 @@ from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.state import MeshState
 from dtrans.run.base.batch import Share
 from dtrans.run.base.lowered import call_recorded
-from dtrans.run.base.segments import COMPUTED, Compute, Segments, cut_program
+from dtrans.run.base.segments import COMPUTED, Compute, Segments, divide_program
 from dtrans.run.parameter_server.mesh_fabric import StepFabric
 
 
@@ -55,7 +55,9 @@ class ShareTrainers:
             shared, program = plan.for_uneven_batch(types, k)
             index = functools.partial(_index, k)
             self.steps.append(shared)
-            self.pieces.append(cut_program(program, computed={**COMPUTED, trainer_index_p: index}))
+            self.pieces.append(
+                divide_program(program, computed={**COMPUTED, trainer_index_p: index})
+            )
 
     def args(
         self, params: Mapping[str, Any], local: frozenset[str], arrays: Sequence[tuple[Any, Share]]

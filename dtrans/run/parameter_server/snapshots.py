@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrans.checkpoint import api as checkpoint
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import ConfigError, DtransError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.parameter_server.replica_placement import backups_of
@@ -211,7 +211,7 @@ class ServerSnapshots:
             path, self.plan, self.endpoint, job, step, alone=self.is_alone
         )
 
-    def mark(self, since: int, sessions: Sequence[str], step: int) -> Mark:
+    def save_id(self, since: int, sessions: Sequence[str], step: int) -> SaveId:
         """Return an identifier of the run and the step, to store in each piece of a saved state.
 
         A reader combines pieces of several servers only if their identifiers are equal. After a
@@ -227,14 +227,14 @@ class ServerSnapshots:
         job, launch = self.generations.run, self.generations.launch
         run = f"{job}-launch{launch}" if launch else job
         run += f"-{since}" if since else ""
-        return Mark((run, *sessions), step, job=job)
+        return SaveId((run, *sessions), step, job=job)
 
     def write(
         self,
         generation: int,
         counts: Mapping[int, int],
         state: Mapping[str, Any],
-        mark: Mark,
+        save_id: SaveId,
         *,
         is_early: bool = False,
     ) -> None:
@@ -249,11 +249,11 @@ class ServerSnapshots:
             state was current.
           counts: for an asynchronous server, the number of steps of each trainer in the state.
           state: the server's arrays, by name.
-          mark: identifier of the run and the step, which is stored with the arrays.
+          save_id: identifier of the run and the step, which is stored with the arrays.
           is_early: True if the state may lack evictions of table rows after the step.
         """
-        assert mark.step is not None
-        path = self._path(mark.step)
+        assert save_id.step is not None
+        path = self._path(save_id.step)
         if not self.is_alone and generation != self.generations.entered:
             return
         try:
@@ -261,18 +261,18 @@ class ServerSnapshots:
             # have written another state of this step.
             if self.is_alone:
                 shutil.rmtree(path, ignore_errors=True)
-            elif not self.generations.has_written(mark.step):
-                self.generations.remove_part(mark.step)
+            elif not self.generations.has_written(save_id.step):
+                self.generations.remove_part(save_id.step)
             checkpoint.save_serving(
                 path,
                 self.plan,
                 self.endpoint,
                 state,
-                mark,
+                save_id,
                 servers_only=True,
                 alone=self.is_alone,
             )
-            self._note_snapshot(generation, mark.step, counts, is_early=is_early)
+            self._note_snapshot(generation, save_id.step, counts, is_early=is_early)
         except (DtransError, OSError) as e:
             servers = [self.name] if self.is_alone else server_names(self.plan)
             newest = self.generations.newest_snapshot(servers)
@@ -280,7 +280,7 @@ class ServerSnapshots:
                 "pserver %s cannot write the snapshot of step %d, so a restart would go back to "
                 "step %s: %s",
                 self.endpoint,
-                mark.step,
+                save_id.step,
                 newest,
                 e,
             )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.errors import DtransError
 from dtrans.protocol.buffers import BufferPool
@@ -32,8 +32,8 @@ from dtrans.protocol.row_pieces import RowPieces
 from dtrans.protocol.server.trainer_registry import log
 
 
-Keep = Callable[[str, Mapping[str, Any], Mark], None]
-KeepLast = Callable[[Mapping[str, Any], Mark, Mapping[str, int]], Path | None]
+Keep = Callable[[str, Mapping[str, Any], SaveId], None]
+KeepLast = Callable[[Mapping[str, Any], SaveId, Mapping[str, int]], Path | None]
 
 
 class _Write(NamedTuple):
@@ -44,14 +44,14 @@ class _Write(NamedTuple):
         failure.
       keep: function that writes the state.
       copies: result of the copying thread: the state, with copies of arrays that updates overwrite.
-      mark: identifier of the run and the step, which the file contains.
+      save_id: identifier of the run and the step, which the file contains.
       done: result of the writing thread, which is set after the write.
     """
 
     name: str
-    keep: Callable[[Mapping[str, Any], Mark], None]
+    keep: Callable[[Mapping[str, Any], SaveId], None]
     copies: Future[dict[str, Any]]
-    mark: Mark
+    save_id: SaveId
     done: Future[None]
 
 
@@ -85,7 +85,7 @@ class StateWriter:
         self._copier.submit(_allocate, types, self._pool)
 
     def begin(
-        self, name: str, state: Mapping[str, Any], mark: Mark, spent: Collection[str] = ()
+        self, name: str, state: Mapping[str, Any], save_id: SaveId, spent: Collection[str] = ()
     ) -> None:
         """Start to write a state as a checkpoint with a name, and return at once.
 
@@ -93,18 +93,18 @@ class StateWriter:
           name: name of the checkpoint.
           state: arrays by name. The arrays in `spent` must not change before `wait_copied`. The
             other arrays must not change before the end of the write.
-          mark: identifier of the run and the step, which the file contains.
+          save_id: identifier of the run and the step, which the file contains.
           spent: names of the arrays that must be copied, because the next update overwrites their
             memory, or because they are `RowPieces`.
         """
         assert self._keep is not None
-        self._begin(name, functools.partial(self._keep, name), state, mark, spent, Future())
+        self._begin(name, functools.partial(self._keep, name), state, save_id, spent, Future())
 
     def begin_snapshot(
         self,
-        keep: Callable[[Mapping[str, Any], Mark], None],
+        keep: Callable[[Mapping[str, Any], SaveId], None],
         state: Mapping[str, Any],
-        mark: Mark,
+        save_id: SaveId,
         spent: Collection[str] = (),
         *,
         waits: bool = True,
@@ -113,21 +113,21 @@ class StateWriter:
 
         Args:
           keep: writes the state. `ended` does not yield its result.
-          state, mark, spent: as in `begin`.
+          state, save_id, spent: as in `begin`.
           waits: True to wait first until the previous snapshot is written. Without this wait, a
             slow disk would let snapshots fill the memory.
         """
         if waits:
             self._written.result()
         self._written = Future()
-        self._begin("", keep, state, mark, spent, self._written)
+        self._begin("", keep, state, save_id, spent, self._written)
 
     def _begin(
         self,
         name: str,
-        keep: Callable[[Mapping[str, Any], Mark], None],
+        keep: Callable[[Mapping[str, Any], SaveId], None],
         state: Mapping[str, Any],
-        mark: Mark,
+        save_id: SaveId,
         spent: Collection[str],
         done: Future[None],
     ) -> None:
@@ -140,7 +140,7 @@ class StateWriter:
         pool = BufferPool() if self._pending else self._pool
         self._pending += 1
         self._copies = self._copier.submit(_copy_spent, dict(state), frozenset(spent), pool)
-        self._due.put(_Write(name, keep, self._copies, mark, done))
+        self._due.put(_Write(name, keep, self._copies, save_id, done))
 
     def wait_copied(self) -> None:
         """Wait until a snapshot's arrays are copied, so that an update may overwrite them."""
@@ -179,7 +179,7 @@ class StateWriter:
         state: Mapping[str, Any] = {}
         try:
             state = due.copies.result()
-            due.keep(state, due.mark)
+            due.keep(state, due.save_id)
         except DtransError as e:
             return str(e)
         except Exception as e:

@@ -19,7 +19,7 @@ import jax
 
 from dtrans.errors import ConfigError
 from dtrans.ir.selection import values_at
-from dtrans.pipeline_parallel.task import Play, TimedTask
+from dtrans.pipeline_parallel.task import TimedTask, Timeline
 from dtrans.run.pipeline_parallel.instructions import Instruction, RunStage, StepProgram, Transfer
 from dtrans.run.pipeline_parallel.job import PipelineJob
 from dtrans.run.pipeline_parallel.state import PipelineState
@@ -69,7 +69,7 @@ def measured(
     return job.collect(program, env), Measured(tuple(peak), tuple(peak_bytes))
 
 
-def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Play]:
+def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[Any, ...], Timeline]:
     """Run a step and time it; return the outputs of `job.step`, and the times of its tasks.
 
     Times are in seconds from the start of the first task.
@@ -90,7 +90,7 @@ def timed(job: PipelineJob, state: PipelineState, *batch: Any) -> tuple[tuple[An
     shifted = []
     for t in ordered:
         shifted.append(TimedTask(t.task, t.device, t.start - begin, t.end - begin))
-    return job.collect(program, env), Play(shifted)
+    return job.collect(program, env), Timeline(shifted)
 
 
 class _Threads:

@@ -84,8 +84,10 @@ class StagePlacement:
 
     def state_kind(self, name: str) -> AxisSharding:
         """Return the sharding of an array of the state over replicas and shards of a stage."""
-        cuts = self.plan.cuts.get(name, {})
-        return AxisSharding.from_dims({mesh_axis: s.axis for mesh_axis, s in cuts.items()})
+        slices_by_axis = self.plan.slices_by_axis.get(name, {})
+        return AxisSharding.from_dims(
+            {mesh_axis: s.axis for mesh_axis, s in slices_by_axis.items()}
+        )
 
     # -- values of a step ------------------------------------------------------------------------
 

@@ -166,7 +166,7 @@ class StateLayout:
 
     def _padded(self, name: str, x: Any) -> Any:
         """Return an array of the state with the plan's padding."""
-        return with_padding(x, self.at.plan.cuts.get(name, {}))
+        return with_padding(x, self.at.plan.slices_by_axis.get(name, {}))
 
     @cached_property
     def types(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import dtrans
 from dtrans._jax import equations
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.tables.lookups import find_lookups
-from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_waiting
+from dtrans.parameter_server.tables.zero_gradient import at_zero_gradient, find_accumulation
 from dtrans.rows.analysis import analyse
 from dtrans.step.halves import divide_step
 
@@ -396,7 +396,7 @@ def test_lazy_rows_are_refused_where_gradients_wait(name: str) -> None:
 
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_lazy_rows_are_taken_where_each_step_uses_gradients_at_once(name: str) -> None:
-    assert find_waiting(analysis_of(AT_ONCE[name]), "params/emb") == ""
+    assert find_accumulation(analysis_of(AT_ONCE[name]), "params/emb") == ""
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import dtrans
 from dtrans._jax import JaxprEqn, Literal, Var
 from dtrans.ir.program import Program, is_communication
 from dtrans.ops import concat_p, fetch_barrier_p, recv_p, send_barrier_p, send_p, split_byref_p
-from dtrans.run.base.segments import COMPUTED, Carry, Compute, Segments, cut_program
+from dtrans.run.base.segments import COMPUTED, Carry, Compute, Segments, divide_program
 
 
 SIZES = (5, 8, 8, 3)
@@ -91,7 +91,7 @@ def flat_args() -> list[Any]:
 
 
 def test_by_default_there_is_one_piece_and_sends_stand_after_it() -> None:
-    pieces = cut_program(TRAINER)
+    pieces = divide_program(TRAINER)
     got = kinds(pieces)
     wire = [op.type for op in TRAINER.ops if op.role in ("rpc", "dist")]
     assert got == ["compute", *wire]
@@ -100,7 +100,7 @@ def test_by_default_there_is_one_piece_and_sends_stand_after_it() -> None:
 
 
 def test_with_rules_split_and_concat_are_computed() -> None:
-    got = kinds(cut_program(TRAINER, computed=COMPUTED))
+    got = kinds(divide_program(TRAINER, computed=COMPUTED))
     sends = sum(op.type == "send" for op in TRAINER.ops)
     recvs = sum(op.type == "recv" for op in TRAINER.ops)
     assert got == [
@@ -119,7 +119,7 @@ def pieces_are_right(program: Program, group_bytes: float) -> Segments:
     Only sends, and splits before them, may move. A send follows the segment after the segment that
     computes its gradient, or the last segment.
     """
-    pieces = cut_program(program, group_bytes=group_bytes)
+    pieces = divide_program(program, group_bytes=group_bytes)
     eqns = list(program.jaxpr.jaxpr.eqns)
     late = (send_p, split_byref_p)
     computes = [s for s in pieces.steps if isinstance(s, Compute)]
@@ -167,7 +167,8 @@ def test_for_any_size_of_groups_the_pieces_are_right(group_bytes: int) -> None:
 
 def test_larger_groups_make_fewer_pieces() -> None:
     counts = [
-        kinds(cut_program(TRAINER, group_bytes=n)).count("compute") for n in (1, 200, 500, 1 << 20)
+        kinds(divide_program(TRAINER, group_bytes=n)).count("compute")
+        for n in (1, 200, 500, 1 << 20)
     ]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == 1
@@ -176,7 +177,7 @@ def test_larger_groups_make_fewer_pieces() -> None:
 def test_a_piece_ends_when_enough_bytes_of_gradients_are_ready() -> None:
     sizes = {n: b.nbytes for n, b in zip(NAMES, PLAN.placement.table, strict=True)}
     limit = sum(sizes.values()) // 3
-    pieces = cut_program(TRAINER, group_bytes=limit)
+    pieces = divide_program(TRAINER, group_bytes=limit)
     parts = {
         v: e.invars[0] for e in carried(pieces) if e.primitive is split_byref_p for v in e.outvars
     }
@@ -195,7 +196,7 @@ def test_a_piece_ends_when_enough_bytes_of_gradients_are_ready() -> None:
 
 def test_a_program_that_does_not_communicate_is_one_piece() -> None:
     program = dtrans.trace(lambda x: {"y": jnp.sin(x) + 1}, jnp.ones(3))
-    pieces = cut_program(program)
+    pieces = divide_program(program)
     assert kinds(pieces) == ["compute"]
     (y,) = carry_out(pieces, [jnp.arange(3.0)], None)
     assert distance(y, np.sin(np.arange(3, dtype=np.float32)) + 1) < 1e-6
@@ -203,7 +204,7 @@ def test_a_program_that_does_not_communicate_is_one_piece() -> None:
 
 def test_a_program_that_does_nothing_has_no_steps() -> None:
     program = dtrans.trace(lambda x, y: (y, x, 7.0), jnp.ones(3), jnp.zeros(2))
-    pieces = cut_program(program)
+    pieces = divide_program(program)
     assert pieces.steps == ()
     y, x, seven = carry_out(pieces, [jnp.ones(3), jnp.zeros(2)], None)
     assert (y.shape, x.shape, float(seven)) == ((2,), (3,), 7.0)
@@ -226,7 +227,7 @@ def reference() -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize("computed", [None, COMPUTED], ids=["carried", "computed"])
 @pytest.mark.parametrize("group_bytes", [1, 300, float("inf")])
 def test_results_do_not_depend_on_where_a_program_is_cut(computed: Any, group_bytes: float) -> None:
-    pieces = cut_program(TRAINER, computed=computed, group_bytes=group_bytes)
+    pieces = divide_program(TRAINER, computed=computed, group_bytes=group_bytes)
     sent, loss = reference()
     for _ in range(2):  # segments are reused
         fabric = Fabric()
@@ -256,7 +257,7 @@ def test_constants_and_literals_of_a_program_are_seen_in_every_piece(computed: A
         for a, n in zip(e.invars, e.params["names"], strict=True)
         if n == "params/idle@GRAD"
     )
-    pieces = cut_program(plan.trainer, computed=computed, group_bytes=1)
+    pieces = divide_program(plan.trainer, computed=computed, group_bytes=1)
     sent: dict[str, Any] = {}
 
     def fabric(eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
@@ -310,7 +311,7 @@ def dropped_once_and_after_their_last_use(pieces: Segments) -> None:
 @pytest.mark.parametrize("group_bytes", [1, 300, float("inf")])
 def test_every_value_is_dropped_after_its_last_use(computed: Any, group_bytes: float) -> None:
     dropped_once_and_after_their_last_use(
-        cut_program(TRAINER, computed=computed, group_bytes=group_bytes)
+        divide_program(TRAINER, computed=computed, group_bytes=group_bytes)
     )
 
 
@@ -330,7 +331,7 @@ def test_gradients_are_freed_once_they_are_sent() -> None:
             assert [r() for r in alive if r() is not None] == []
         return fabric(eqn, values)
 
-    carry_out(cut_program(TRAINER, computed=COMPUTED, group_bytes=1), flat_args(), watching)
+    carry_out(divide_program(TRAINER, computed=COMPUTED, group_bytes=1), flat_args(), watching)
     assert len(alive) == len(NAMES)
 
 

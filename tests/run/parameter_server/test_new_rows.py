@@ -279,7 +279,7 @@ def test_rows_are_made_by_programs_of_few_sizes(count: int) -> None:
 
     No program computes more than four times the remaining rows, or more than sixteen.
     """
-    runs = list(touched_rows.rooms(count))
+    runs = list(touched_rows.split_by_capacity(count))
     assert [start for start, _, _ in runs] == [0, *(stop for _, stop, _ in runs)][: len(runs)]
     assert (runs[-1][1] if runs else 0) == count
     assert {size for _, _, size in runs} <= {16, 128, 1024, 8192, 65536}

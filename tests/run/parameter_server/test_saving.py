@@ -36,7 +36,7 @@ from table_jobs import (
 import dtrans
 from dtrans.checkpoint import api, orbax_io
 from dtrans.checkpoint.api import save_serving
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -200,7 +200,7 @@ def test_counts_of_asynchronous_servers_may_differ(tmp_path: Path) -> None:
                 state = exe.run(of.servers[ep].startup, KEY) | {
                     "opt_state/0/count": jax.numpy.int32(count)
                 }
-            save_serving(tmp_path / name, of, ep, state, Mark(("run",), 5))
+            save_serving(tmp_path / name, of, ep, state, SaveId(("run",), 5))
     first, second = plan.servers
     told = (
         f"opt_state/0/count differs on {first} and {second}: 5 and 4; the servers saved "
@@ -325,7 +325,7 @@ def test_a_save_that_fails_leaves_no_files_that_take_room(
         state = exe.run(plan.servers[ep].startup, KEY)
     refused_by_the_disk(monkeypatch, orbax_io, "_sync_tree", errno.ENOSPC)
     with pytest.raises(StateError, match="No space left on device"):
-        save_serving(tmp_path / "1", plan, ep, state, Mark(("run",), 1))
+        save_serving(tmp_path / "1", plan, ep, state, SaveId(("run",), 1))
     assert os.listdir(tmp_path / "1") == []
 
 
@@ -561,7 +561,7 @@ def test_a_thread_that_writes_tells_what_it_has_met() -> None:
     """The thread may meet any exception. The job continues without the checkpoint."""
     written: list[Any] = []
 
-    def keep(name: str, state: Any, mark: Mark) -> None:
+    def keep(name: str, state: Any, mark: SaveId) -> None:
         assert mark.step == 5
         if name in ("told", "not told"):
             raise StateError("no room") if name == "told" else ZeroDivisionError("by 0")
@@ -570,11 +570,11 @@ def test_a_thread_that_writes_tells_what_it_has_met() -> None:
     ready = threading.Semaphore(0)
     writer, ended = StateWriter(keep, wake=ready.release), []
     for name in ("told", "1", "not told"):
-        writer.begin(name, {"x": 1}, Mark(step=5))
+        writer.begin(name, {"x": 1}, SaveId(step=5))
     while len(ended) < 3:
         assert ready.acquire(timeout=roles.HANG)
         ended += writer.ended()
-    writer.begin("2", {"x": 2}, Mark(step=5))
+    writer.begin("2", {"x": 2}, SaveId(step=5))
     writer.close()
     assert ended == [("told", "no room"), ("1", ""), ("not told", "ZeroDivisionError: by 0")]
     assert written == [("1", {"x": 1}, True), ("2", {"x": 2}, True)]
@@ -597,7 +597,7 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
     update = jax.jit(lambda x: x * 2, donate_argnums=0)
     go_on, written, places = threading.Event(), [], []
 
-    def keep(name: str, state: Any, mark: Mark) -> None:
+    def keep(name: str, state: Any, mark: SaveId) -> None:
         go_on.wait(roles.HANG)
         written.append({n: x.copy() for n, x in state.items()})
         places.append(state["x"].ctypes.data)
@@ -607,7 +607,7 @@ def test_what_a_snapshot_was_copied_of_is_donated() -> None:
     kept, x = np.ones(3), jax.numpy.arange(1 << 16)
     for name in ("1", "2"):
         held, at = np.asarray(x), x.unsafe_buffer_pointer()
-        writer.begin(name, {"x": held, "kept": kept}, Mark(step=5), ["x"])
+        writer.begin(name, {"x": held, "kept": kept}, SaveId(step=5), ["x"])
         del held
         writer.wait_copied()
         x = update(x)
@@ -635,7 +635,7 @@ def test_memory_for_a_copy_is_there_before_a_save() -> None:
     pool = writer._pool
     assert sorted(key for key, _ in pool._owners) == ["count", "mu"]
     assert not pool.take("mu", (300, 5), "bfloat16").any()
-    writer.begin("1", {n: np.asarray(x) for n, x in spent.items()}, Mark(step=1), list(spent))
+    writer.begin("1", {n: np.asarray(x) for n, x in spent.items()}, SaveId(step=1), list(spent))
     writer.close()
     assert {len(owners) for owners in pool._owners.values()} == {1}
 
@@ -843,7 +843,7 @@ def test_servers_save_their_last_under_one_name_or_apart(tmp_path: Path) -> None
                 states[ep] = exe.run(server.startup, KEY)
         held = {ep: ServerCheckpoints(tmp_path / name, plan, ep, 10) for ep in plan.servers}
         found = [
-            held[ep].keep_last(states[ep], Mark(("run",), 4 + k), {})
+            held[ep].keep_last(states[ep], SaveId(("run",), 4 + k), {})
             for k, ep in enumerate(plan.servers)
         ]
         if name == "async":

@@ -349,7 +349,7 @@ LAZY = [
 def test_lazy_is_refused_where_gradients_wait(name: str) -> None:
     if name not in WAITS:
         ((_, table),) = planned(CASES[name], "lazy").tables.of.items()
-        assert not table.catches_up and not table.updates_all
+        assert not table.changes_unread_rows and not table.updates_all
         return
     with pytest.raises(
         ConfigError, match=r"only in steps that .* selects. Say dtrans.Rows\(update='dense'\)"

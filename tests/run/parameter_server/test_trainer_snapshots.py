@@ -18,7 +18,7 @@ import dtrans
 from dtrans.checkpoint import api as checkpoint
 from dtrans.checkpoint.assemble import as_numpy
 from dtrans.checkpoint.pserver_state import scatter
-from dtrans.checkpoint.runs import Mark
+from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import ConfigError, StateError
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.generations import Generation
@@ -288,7 +288,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_snapshot(
         folder = RoleFolder(tmp_path, f"pserver {i}")
         snapshots = ServerSnapshots(folder, plan, endpoint, every=10)
         snapshots.begin(state)
-        snapshots.write(0, {}, state, Mark(("a run",), 10, job="a run"))
+        snapshots.write(0, {}, state, SaveId(("a run",), 10, job="a run"))
         assert folder.marks()[f"pserver {i}"].with_trainers
     LauncherFolder(tmp_path).grant(Generation(1, 10), "a run", trainers=2)
     for i, (endpoint, state) in enumerate(states.items()):
@@ -299,7 +299,7 @@ def test_servers_alone_write_and_restore_the_rest_of_a_snapshot(
         for n, x in state.items():
             np.testing.assert_array_equal(start.state[n], x)
 
-    mark = Mark(("a run",), 10, job="a run")
+    mark = SaveId(("a run",), 10, job="a run")
     for endpoint, state in states.items():
         checkpoint.save_serving(tmp_path / "checkpoint", plan, endpoint, state, mark)
     with pytest.raises(StateError, match="is incomplete: trainer-0 of trainer 0 is missing"):

@@ -311,7 +311,7 @@ class TrainerTables(JobTables):
                 f"rows of {name} cannot be evicted, because GEO-SGD trainers keep copies of the "
                 "rows that they have looked up; use mode=dtrans.Async()"
             )
-        if table.updates_all or (table.catches_up and table.zero.rests is None):
+        if table.updates_all or (table.changes_unread_rows and table.zero.initial_values is None):
             raise ConfigError(
                 f"rows of {name} cannot be evicted, because its update also changes rows before "
                 f"their first lookup ({table.why}); use dtrans.Rows(update='lazy')"

@@ -24,7 +24,7 @@ import numpy as np
 from dtrans._jax import evaluate
 from dtrans.ir.selection import retain
 from dtrans.ops import BACKUP, OptimizeBlock
-from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, rooms
+from dtrans.parameter_server.tables.touched_rows import LEAST, TableBlock, split_by_capacity
 from dtrans.run.base.lowered import jitted_once
 from dtrans.run.base.platforms import stable_bits_options
 from dtrans.run.parameter_server.update import ServerUpdate
@@ -126,7 +126,7 @@ class MissedSteps:
     @property
     def rests(self) -> bool:
         """True if updates change no row before the first lookup of the row."""
-        return self._table.rests is not None
+        return self._table.initial_values is not None
 
     @property
     def seen(self) -> np.ndarray:
@@ -151,7 +151,7 @@ class MissedSteps:
         self._seen[:count] = 0
         if self.rests:
             is_resting = np.ones(count, bool)
-            for n, number in (self._table.rests or {}).items():
+            for n, number in (self._table.initial_values or {}).items():
                 rows = state[n][:count]
                 is_resting &= (rows == number).all(tuple(range(1, rows.ndim)))
             self._seen[:count][is_resting] = RESTS
@@ -209,7 +209,7 @@ class MissedSteps:
             # The rows are sorted by `seen`, so the rows that miss steps of this window come first.
             due = behind[: np.searchsorted(seen, stop)]
             due = due[self._seen[due] < stop]
-            for start, end, size in rooms(len(due)):
+            for start, end, size in split_by_capacity(len(due)):
                 some = due[start:end]
                 self._make(some, size, begin, stop, arrays)
                 self._seen[some] = stop

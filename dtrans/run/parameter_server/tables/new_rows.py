@@ -34,7 +34,7 @@ from dtrans._jax import (
 from dtrans.checkpoint.saved_rows import ArrayLike
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import variables
-from dtrans.parameter_server.tables.touched_rows import rooms
+from dtrans.parameter_server.tables.touched_rows import split_by_capacity
 from dtrans.run.base.lowered import jitted_once
 
 
@@ -64,7 +64,7 @@ class RowMaker:
         """Return the initial values of some rows, and of each array of their state."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
-        calls = rooms(len(ids))
+        calls = split_by_capacity(len(ids))
         if self.is_summed:
             calls = _equal_calls(len(ids))
         parts = [self._initialize(ids[start:stop], size) for start, stop, size in calls]

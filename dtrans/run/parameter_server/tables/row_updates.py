@@ -6,7 +6,7 @@ server's device. `put` then returns a new array. If the old array is donated, th
 its memory.
 
 The number of rows changes from step to step. To compile few functions, the rows are padded to one
-of a few numbers (`room_for`).
+of a few numbers (`capacity_for`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtrans.ir.selection import retain, subset
-from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
+from dtrans.parameter_server.tables.touched_rows import TableBlock, capacity_for
 from dtrans.protocol.server.exchange import Exchange
 from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import sorted_once
@@ -148,7 +148,7 @@ class RowUpdates:
         for n, t in self._tables.items():
             if t.updates_all:
                 ids[n] = all_ids(t, grads, present)
-                sizes[n] = room_for(len(ids[n]))
+                sizes[n] = capacity_for(len(ids[n]))
         merged: dict[str, Any] = {}
         for name, x in merge(self._scattered(retain(grads, names), ids, sizes)).items():
             block = self._block_of.get(name)
@@ -193,10 +193,10 @@ def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
       counts: number of rows that this step needs, by name.
     """
     if not sizes:
-        sizes |= {n: room_for(count) for n, count in counts.items()}
+        sizes |= {n: capacity_for(count) for n, count in counts.items()}
     elif any(count > sizes[n] for n, count in counts.items()):
         for n, count in counts.items():
-            sizes[n] = max(sizes[n], room_for(count * 5 // 4))
+            sizes[n] = max(sizes[n], capacity_for(count * 5 // 4))
     return dict(sizes)
 
 
@@ -262,7 +262,7 @@ def put_padded(
 
 def read_rows(block: jax.Array, ids: np.ndarray) -> np.ndarray:
     """Copy rows of a device array to the host."""
-    size = room_for(len(ids))
+    size = capacity_for(len(ids))
     return np.asarray(_take(block, pad_ids(ids, size, len(block))))[: len(ids)]
 
 

@@ -4,8 +4,8 @@ A *block* has the rows of a table on one server. A row *exists* if it is stored.
 and stored on its first use in a step (`dtrans.run.parameter_server.tables.new_rows`).
 
 Updates are compiled for a few numbers of rows
-(`dtrans.parameter_server.tables.touched_rows.room_for`). Rows, state and gradients are padded with
-zeros to such a number, and the outputs for padding are dropped.
+(`dtrans.parameter_server.tables.touched_rows.capacity_for`). Rows, state and gradients are padded
+with zeros to such a number, and the outputs for padding are dropped.
 
 With an optimizer such as Adam, an update also changes rows without gradients. These rows skip the
 update. They make up for skipped updates before they are read

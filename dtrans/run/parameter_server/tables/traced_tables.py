@@ -19,7 +19,7 @@ import numpy as np
 from dtrans._jax import JaxprEqn, is_traced
 from dtrans.ir.selection import subset
 from dtrans.ops.moved_rows import trace_move
-from dtrans.parameter_server.tables.touched_rows import TableBlock, room_for
+from dtrans.parameter_server.tables.touched_rows import TableBlock, capacity_for
 from dtrans.protocol.server_blocks import RowGradient
 from dtrans.protocol.tables.table_rows import BlockRowSet, block_parts, put_in_place, wanted_of
 from dtrans.run.parameter_server.tables.missed_steps import MissedSteps, pad
@@ -158,7 +158,7 @@ def gradients_with_room(
     if any(is_traced(x.ids) or is_traced(x.rows) for x in gradients.values()):
         return _trace_layout(table, gradients)
     ids = _updated_ids(table, gradients)
-    size = table.rows if table.updates_all else room_for(len(ids))
+    size = table.rows if table.updates_all else capacity_for(len(ids))
     return ids, {n: scatter_rows(ids, size, x) for n, x in gradients.items()}
 
 
@@ -176,7 +176,7 @@ def _trace_layout(
     if table.updates_all:
         size = table.rows
     else:
-        size = room_for(sum(len(gradients[n].ids) for n in table.gradients.values()))
+        size = capacity_for(sum(len(gradients[n].ids) for n in table.gradients.values()))
 
     def lay_out(numbers: Sequence[Any], rows: Sequence[Any]) -> list[np.ndarray]:
         found = {}

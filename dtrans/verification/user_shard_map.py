@@ -268,7 +268,7 @@ class _HandComparison:
             if self.found.differences:
                 self._explain(point, outputs, wanted)
             return
-        self.found.unfollowed[NEAR_TIES] = None
+        self.found.unevaluated[NEAR_TIES] = None
 
     def _explain(
         self, point: Mapping[str, Any], outputs: Sequence[Any], wanted: Sequence[Any]

@@ -27,7 +27,7 @@ _OF_INDEXES = frozenset(
 )
 
 
-class WideNumbers:
+class WideIds:
     """Writer of equations that compute row ids without a cast to fewer bits.
 
     Args:

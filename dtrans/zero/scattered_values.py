@@ -24,14 +24,14 @@ from dtrans._jax import (
     REMAT,
     SCAN,
     Atom,
+    BodyIndices,
     Jaxpr,
     JaxprEqn,
     Var,
-    Wiring,
     bodies,
+    body_indices,
     linear_group,
     opened,
-    wiring,
 )
 from dtrans.ir.dataflow import variables
 from dtrans.ir.selection import values_at
@@ -41,7 +41,7 @@ from dtrans.zero.rank_values import local_inside, operands_among
 
 
 @dataclasses.dataclass(eq=False)
-class ScatterFlow:
+class ScatteredValues:
     """Values of a backward pass that each rank computes as slices, instead of in full.
 
     Attributes:
@@ -63,7 +63,7 @@ class ScatterFlow:
         """Return the indices of the operands that equation `i` reads as slices."""
         if i in self.steps:
             return [k for k, row in enumerate(self.steps[i].operands) if row is not None]
-        return [k for k, out in wiring(eqn).carried.items() if out in self.loops[i]]
+        return [k for k, out in body_indices(eqn).carried.items() if out in self.loops[i]]
 
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
         """Find the values that must be reduce-scattered so that ranks get slices of `v`.
@@ -114,13 +114,13 @@ def rows_of_outputs(outvars: Sequence[Atom], rows: Mapping[int, RowAxis]) -> dic
     return found
 
 
-def scatter_flow(
+def scattered_values(
     eqns: Sequence[JaxprEqn],
     wanted: Mapping[Var, RowAxis],
     local: Collection[Var],
     ends: Iterable[Atom] = (),
     inputs: Collection[Var] = (),
-) -> ScatterFlow:
+) -> ScatteredValues:
     """Find the values that a rank must compute as slices to get slices of the wanted gradients.
 
     Args:
@@ -140,7 +140,7 @@ def scatter_flow(
 class _Search:
     """Search for values to compute as slices; visits equations from the last to the first.
 
-    `scatter_flow` describes the arguments.
+    `scattered_values` describes the arguments.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _Search:
         inputs: Collection[Var],
     ) -> None:
         self.eqns, self.wanted, self.local = eqns, wanted, local
-        self.flow = ScatterFlow(dict(wanted))
+        self.flow = ScatteredValues(dict(wanted))
         self.sliceable = set(inputs)
         self.reads: Counter[Atom] = Counter(variables(ends))
         for eqn in eqns:
@@ -193,11 +193,11 @@ class _Search:
     def _enter(self, i: int, rows: Mapping[int, RowAxis]) -> None:
         """Search the body of a loop or `jax.checkpoint`, if slices of its outputs are wanted."""
         eqn = self.eqns[i]
-        body, wires = opened(*bodies(eqn)), wiring(eqn)
-        carried = {out: body.invars[k] for k, out in wires.carried.items()}
+        body, indices = opened(*bodies(eqn)), body_indices(eqn)
+        carried = {out: body.invars[k] for k, out in indices.carried.items()}
         inside: dict[int, RowAxis] = {}
         for k, row in rows.items():
-            if k not in wires.stacks:
+            if k not in indices.stacks:
                 inside[k] = row
             elif row.axis:  # in the body, a stacked output lacks its first dimension
                 inside[k] = dataclasses.replace(row, axis=row.axis - 1)
@@ -208,21 +208,21 @@ class _Search:
         while inside:
             targets = rows_of_outputs(body.outvars, inside)
             inputs = {carried[k] for k in inside if k in carried}
-            inner = scatter_flow(body.eqns, targets, local, body.outvars, inputs)
+            inner = scattered_values(body.eqns, targets, local, body.outvars, inputs)
             paid = {}
             for k, row in inside.items():
-                if _saves_memory(inner, body, k, wires, carried.get(k)):
+                if _saves_memory(inner, body, k, indices, carried.get(k)):
                     paid[k] = row
             if paid == inside:
                 self.flow.loops[i] = inside
                 break
             inside = paid
-        for k, out in wires.carried.items():
+        for k, out in indices.carried.items():
             self._want(eqn.invars[k], inside.get(out))
 
 
 def _prune(
-    flow: ScatterFlow,
+    flow: ScatteredValues,
     eqns: Sequence[JaxprEqn],
     wanted: Mapping[Var, RowAxis],
     local: Collection[Var],
@@ -284,7 +284,7 @@ def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step |
 
 
 def _saves_memory(
-    inner: ScatterFlow, body: Jaxpr, k: int, wires: Wiring, carried: Var | None
+    inner: ScatteredValues, body: Jaxpr, k: int, indices: BodyIndices, carried: Var | None
 ) -> bool:
     """Return True if a loop's body needs less memory when it computes output `k` as slices.
 
@@ -292,14 +292,14 @@ def _saves_memory(
       inner: the values that the body can compute as slices.
       body: the body.
       k: the index of the output.
-      wires: maps inputs and outputs of the body to operands and outputs of its equation.
+      indices: maps inputs and outputs of the body to operands and outputs of its equation.
       carried: the body's input with the previous value of output `k`, if the loop carries the
         output; else None.
     """
     out = body.outvars[k]
     if not isinstance(out, Var) or out in body.invars:
         return False
-    if k in wires.stacks:
+    if k in indices.stacks:
         return True
     largest, in_loops = inner.ends_of(out, makers_of(body.eqns))
     if carried is None:
