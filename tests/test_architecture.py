@@ -132,7 +132,7 @@ SAME_PART = {  # name of a file -> content of such a file in each folder that ha
 
 
 # Files that count the operands of a loop themselves. Others use `dtrans.ir.interpret.enter` or
-# `dtrans._jax.wiring`.
+# `dtrans._jax.body_indices`.
 OPEN_LOOPS = {
     "batch.scaled": "pairs the bodies of two loops",
 }

@@ -717,7 +717,7 @@ def test_a_snapshot_that_cannot_be_written_is_logged_and_the_job_goes_on(
 ) -> None:
     snapshots, full = server_snapshots(tmp_path), set()
 
-    def save(path: Path, plan: Any, endpoint: str, state: Any, mark: Mark, **_: Any) -> None:
+    def save(path: Path, plan: Any, endpoint: str, state: Any, mark: SaveId, **_: Any) -> None:
         if mark.step in full:
             raise full_disk[mark.step]
         path.mkdir()
@@ -776,7 +776,7 @@ def test_an_asynchronous_server_keeps_its_newest_snapshot_alone(
 def test_a_snapshot_waits_until_the_one_before_is_written() -> None:
     written, may_end, has_begun = list[int](), threading.Semaphore(0), threading.Semaphore(0)
 
-    def keep(state: Any, mark: Mark) -> None:
+    def keep(state: Any, mark: SaveId) -> None:
         has_begun.release()
         assert may_end.acquire(timeout=60.0)
         assert mark.step is not None
