@@ -184,11 +184,11 @@ def watch(
     (state, _), stored = measured(job, state, tokens)
     if settings.engine == "simulate":
         return Watched(planned_play(job.plan), None, stored)
-    plays = []
+    timelines = []
     for _ in range(TIMED_STEPS):
-        (state, _), play = timed(job, state, tokens)
-        plays.append(play)
-    ran = sorted(plays, key=lambda play: play.makespan)[TIMED_STEPS // 2]
+        (state, _), timeline = timed(job, state, tokens)
+        timelines.append(timeline)
+    ran = sorted(timelines, key=lambda timeline: timeline.makespan)[TIMED_STEPS // 2]
     return Watched(
         planned_play(job.plan, work=sum(float(t.end - t.start) for t in ran)), ran, stored
     )
@@ -208,12 +208,12 @@ def planned_play(plan: dtrans.PipelinePlan, work: float = 1.0) -> Timeline:
         half if stage.backward.out_names else full
         for stage, half, full in zip(plan.step_programs.stages, forward, backward, strict=True)
     ]
-    play = plan.schedule.timeline(forward, backward, weight)
-    return _scaled(play, work / sum(t.end - t.start for t in play))
+    timeline = plan.schedule.timeline(forward, backward, weight)
+    return _scaled(timeline, work / sum(t.end - t.start for t in timeline))
 
 
-def _scaled(play: Timeline, factor: float) -> Timeline:
-    return Timeline(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in play)
+def _scaled(timeline: Timeline, factor: float) -> Timeline:
+    return Timeline(TimedTask(t.task, t.device, factor * t.start, factor * t.end) for t in timeline)
 
 
 def _check(settings: CharactersSettings, plot: Path | None) -> None:
@@ -343,7 +343,7 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
     ]
     if ran is None:
         return [*bubbles, *rows]
-    times = [f"{1e3 * play.makespan:.0f} ms" for play in (watched.planned, ran)]
+    times = [f"{1e3 * timeline.makespan:.0f} ms" for timeline in (watched.planned, ran)]
     return [
         *bubbles,
         ("work by device, %", by_device(_shares(watched.planned)), by_device(_shares(ran))),
@@ -352,10 +352,10 @@ def _of_schedule(plan: dtrans.PipelinePlan, watched: Watched) -> list[tuple[str,
     ]
 
 
-def _shares(play: Timeline) -> list[int]:
+def _shares(timeline: Timeline) -> list[int]:
     """Return each device's share of the work, in percent."""
-    work = [0.0] * play.num_devices
-    for task in play:
+    work = [0.0] * timeline.num_devices
+    for task in timeline:
         work[task.device] += float(task.end - task.start)
     return [round(100 * part / sum(work)) for part in work]
 

@@ -238,9 +238,9 @@ def planned(text: Text, **changed: Any) -> Any:
 @pytest.mark.parametrize("schedule", ["PreferForward", "PreferBackward", "ZeroBubble"])
 def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedule: str) -> None:
     plan = planned(text, schedule=schedule)
-    play = character_job.planned_play(plan, work=12.0)
+    timeline = character_job.planned_play(plan, work=12.0)
     took = lambda kinds, stage: sum(
-        t.end - t.start for t in play if t.task.kind in kinds and t.task.stage == stage
+        t.end - t.start for t in timeline if t.task.kind in kinds and t.task.stage == stage
     )
     assert took("FBW", 0) + took("FBW", 1) == pytest.approx(12.0)
     flops = [s.flops for s in plan.stages]
@@ -251,7 +251,7 @@ def test_the_planned_play_has_the_work_that_ran(small: None, text: Text, schedul
         # the first stage computes only gradients of its weights
         assert took("B", 0) == 0 and took("B", 1) == pytest.approx(took("W", 1))
     # up to a factor, this is the schedule
-    assert float(play.bubble) == pytest.approx(float(plan.schedule.timeline().bubble), abs=0.1)
+    assert float(timeline.bubble) == pytest.approx(float(plan.schedule.timeline().bubble), abs=0.1)
     assert plan.schedule.bubble == {"ZeroBubble": Fraction(1, 7)}.get(schedule, Fraction(1, 3))
 
 

@@ -287,14 +287,14 @@ def test_peak_of_interleaved_counts_chunks():
     assert schedule("Interleaved", 2, 1, 3).peak == (3, 3)
 
 
-def peak_seen(s, play):
+def peak_seen(s, timeline):
     """Return the largest number of micro-batches in flight.
 
     A micro-batch that ends frees its place for one that begins.
     """
     last = "W" if s.splits_backward else "B"
-    changes = [(t.start, 1, t.device, 1) for t in play if t.task.kind == "F"]
-    changes += [(t.end, 0, t.device, -1) for t in play if t.task.kind == last]
+    changes = [(t.start, 1, t.device, 1) for t in timeline if t.task.kind == "F"]
+    changes += [(t.end, 0, t.device, -1) for t in timeline if t.task.kind == last]
     now, most = [0] * s.num_stages, [0] * s.num_stages
     for _, _, device, change in sorted(changes):
         now[device] += change
@@ -308,7 +308,7 @@ def test_peak_is_what_a_play_shows(s, transfer):
     assert peak_seen(s, s.timeline(transfer=transfer)) == s.peak
 
 
-# -- plays and sequences ---------------------------------------------------------------------------
+# -- timelines and sequences ---------------------------------------------------------------------------
 
 
 def test_what_tasks_need():
@@ -331,9 +331,9 @@ def test_what_tasks_need():
 @given(played())
 def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
     s, costs = case
-    play = s.timeline(**costs)
-    at = {t.task: t for t in play}
-    assert len(at) == len(play) == sum(map(len, s.orders))
+    timeline = s.timeline(**costs)
+    at = {t.task: t for t in timeline}
+    assert len(at) == len(timeline) == sum(map(len, s.orders))
     cost = lambda what, k: (
         costs[what][k] if isinstance(costs[what], list) else Fraction(costs[what], s.chunks)
     )
@@ -356,10 +356,12 @@ def test_in_a_play_each_task_begins_as_soon_as_it_can(case):
     for device, order in enumerate(s.orders):
         assert all(at[a].end <= at[b].start for a, b in itertools.pairwise(order))
         assert all(at[t].device == device for t in order)
-    assert [(t.start, t.device) for t in play] == sorted((t.start, t.device) for t in play)
-    assert play.makespan == s.makespan(**costs) == max(t.end for t in play)
+    assert [(t.start, t.device) for t in timeline] == sorted((t.start, t.device) for t in timeline)
+    assert timeline.makespan == s.makespan(**costs) == max(t.end for t in timeline)
     assert all(
-        isinstance(x, int if s.chunks == 1 else Rational) for t in play for x in (t.start, t.end)
+        isinstance(x, int if s.chunks == 1 else Rational)
+        for t in timeline
+        for x in (t.start, t.end)
     )
 
 
@@ -610,7 +612,7 @@ def bars_of(path):
     root = ET.parse(path).getroot()
     bars = {}
     for group in root.iter(f"{SVG}g"):
-        if re.match(r"play\d", group.get("id", "")):
+        if re.match(r"timeline\d", group.get("id", "")):
             outline = group.find(f"{SVG}path")
             points = [
                 tuple(map(float, p))
@@ -626,7 +628,7 @@ def bars_of(path):
     return bars, [t.text for t in root.iter(f"{SVG}text")]
 
 
-def test_a_chart_has_the_bars_of_all_plays(tmp_path):
+def test_a_chart_has_the_bars_of_all_timelines(tmp_path):
     s = schedule("ZeroBubble", 3, 4)
     ran = [
         (t.task, t.device, 1e3 + 0.9 * t.start, 1e3 + 0.9 * t.end) for t in s.timeline(transfer=1)
@@ -636,19 +638,20 @@ def test_a_chart_has_the_bars_of_all_plays(tmp_path):
     bars, text = bars_of(tmp_path / "chart.svg")
     assert len(bars) == 2 * len(s.sequence())
     lefts = [
-        min(bar[0] for name, bar in bars.items() if name.startswith(f"play{i}")) for i in range(2)
+        min(bar[0] for name, bar in bars.items() if name.startswith(f"timeline{i}"))
+        for i in range(2)
     ]
     assert lefts[0] == pytest.approx(lefts[1], abs=0.01)  # times count from the first start
-    scale = bars["play0-F0-stage0"][1] - bars["play0-F0-stage0"][0]  # one unit
-    for i, (_, play) in enumerate(panels):
-        first = min(t.start for t in play)
-        for task, _, start, end in play:
-            left, right, _, _ = bars[f"play{i}-{task.kind}{task.micro}-stage{task.stage}"]
+    scale = bars["timeline0-F0-stage0"][1] - bars["timeline0-F0-stage0"][0]  # one unit
+    for i, (_, timeline) in enumerate(panels):
+        first = min(t.start for t in timeline)
+        for task, _, start, end in timeline:
+            left, right, _, _ = bars[f"timeline{i}-{task.kind}{task.micro}-stage{task.stage}"]
             assert (left - lefts[i]) / scale == pytest.approx(start - first, abs=0.01)
             assert (right - left) / scale == pytest.approx(end - start, abs=0.01)
     for i in range(2):  # a row for each device, the first on top
         tops = [
-            {bar[2] for name, bar in bars.items() if re.match(rf"play{i}.*-stage{k}$", name)}
+            {bar[2] for name, bar in bars.items() if re.match(rf"timeline{i}.*-stage{k}$", name)}
             for k in range(3)
         ]
         assert [len(t) for t in tops] == [1, 1, 1] and tops == sorted(tops, key=min)
@@ -665,7 +668,7 @@ def test_a_chart_of_the_schedule_alone(tmp_path):
     s = schedule("Interleaved", 2, 4, 3)
     s.gantt(tmp_path / "one.svg")
     bars, text = bars_of(tmp_path / "one.svg")
-    assert set(bars) == {f"play0-{t.kind}{t.micro}-stage{t.stage}" for t in s.sequence()}
+    assert set(bars) == {f"timeline0-{t.kind}{t.micro}-stage{t.stage}" for t in s.sequence()}
     assert len({bar[3] for bar in bars.values()}) == 6  # two kinds in three shades
     assert {f"{kind}, chunk {c}" for kind in ("forward", "backward") for c in range(3)} <= set(text)
     assert "time (forwards of a stage)" in text
@@ -680,7 +683,7 @@ def test_panels_of_one_unit_have_one_scale(tmp_path):
     for name, unit in ("same", "ms"), ("each", ("ms", "ticks")):
         s.gantt(tmp_path / f"{name}.svg", both, unit=unit)
         bars, _ = bars_of(tmp_path / f"{name}.svg")
-        slow, fast = (bars[f"play{i}-F0-stage0"] for i in range(2))
+        slow, fast = (bars[f"timeline{i}-F0-stage0"] for i in range(2))
         widths[name] = (slow[1] - slow[0]) / (fast[1] - fast[0])
     assert widths == {"same": pytest.approx(2, rel=1e-3), "each": pytest.approx(1, rel=1e-3)}
 
@@ -701,7 +704,7 @@ def test_a_chart_as_pixels(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "plays", "unit", "says"),
+    ("name", "timelines", "unit", "says"),
     [
         ("chart.txt", [("a", ONE.timeline())], "", "its name must end in one of .*png, .*svg"),
         ("chart", [("a", ONE.timeline())], "", "its name must end in one of"),
@@ -711,20 +714,20 @@ def test_a_chart_as_pixels(tmp_path):
             "",
             "the directory .*nowhere does not exist",
         ),
-        ("chart.svg", [], "", "plays is empty"),
-        ("chart.svg", [("nothing", [])], "", "the play 'nothing' has no tasks to draw"),
+        ("chart.svg", [], "", "timelines is empty"),
+        ("chart.svg", [("nothing", [])], "", "the timeline 'nothing' has no tasks to draw"),
         (
             "chart.svg",
             [("odd", [TimedTask(Task("X", 0, 0), 0, 0, 1)])],
             "",
-            "the play 'odd' contains X0@0",
+            "the timeline 'odd' contains X0@0",
         ),
-        ("chart.svg", [("a", ONE.timeline())], ("s", "s"), "unit has 2 entries for 1 plays"),
+        ("chart.svg", [("a", ONE.timeline())], ("s", "s"), "unit has 2 entries for 1 timelines"),
     ],
 )
-def test_charts_that_cannot_be_drawn(tmp_path, name, plays, unit, says):
+def test_charts_that_cannot_be_drawn(tmp_path, name, timelines, unit, says):
     with pytest.raises(ConfigError, match=says):
-        draw(tmp_path / name, plays, unit=unit)
+        draw(tmp_path / name, timelines, unit=unit)
 
 
 def test_a_chart_that_cannot_be_written(tmp_path):
