@@ -8,7 +8,7 @@ ones are in brackets):
     hello          trainer, trainers, session, order   welcome   step, local
                    [, sync_mode, plan, nonce,                    [, proof, heard, generation,
                    heard, connection,                            snapshot, every, count]
-                   back, local, generation,       rewind    generation
+                   back, local, generation,            rewind    generation
                    incarnation]
     send           step, pieces + frames[, steps,      blocks    step, pieces + frames
                    level]

@@ -138,7 +138,8 @@ class TrainerRegistry:
     def sessions_by_id(self) -> dict[int, str]:
         """Words that identify the processes of trainers, by trainer id.
 
-        Trainers of earlier generations are included."""
+        Trainers of earlier generations are included.
+        """
         return {**self._sessions_before, **{k: t.session for k, t in self.known.items()}}
 
     @property
