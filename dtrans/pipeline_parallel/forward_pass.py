@@ -233,7 +233,7 @@ def _collected(
 
 
 def _check(step: DividedStep, eqn: JaxprEqn, count: int, needed: Sequence[int], at: int) -> None:
-    """Raise GradientError if the step reads gradients that `dtrans.value_and_grad` did not mark."""
+    """Raise GradientError if the step reads gradients not computed by `dtrans.value_and_grad`."""
     inner = step.program.inner
     raw = set(eqn.outvars[count:])
     for e in inner.eqns:

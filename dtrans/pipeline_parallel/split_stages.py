@@ -66,8 +66,8 @@ def shards_of(forward: ForwardPass, stage_of: Sequence[int], o: PipelineOptions)
     """Return the number of shards of each stage.
 
     Raises:
-      ConfigError: a split scope has no number of devices, or two scopes on one device of a stage
-        have different numbers.
+      ConfigError: a `dtrans.split` scope has no number of devices, or two scopes on the same
+        devices have different numbers.
     """
     count = [1] * o.model_stages
     named: dict[int, str] = {}  # stage -> one of the stage's split scopes, for errors

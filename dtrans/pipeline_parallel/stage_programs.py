@@ -175,7 +175,7 @@ class StageProgramWriter:
     def _home_of(self, a: Atom, default: int) -> int:
         """Return the stage that computes a value of a micro-batch.
 
-        Each stage recomputes values that are the same for all micro-batches; the result is then
+        If a value is the same for all micro-batches, each stage computes it, and the result is
         `default`.
         """
         return self.home.get(a, default) if isinstance(a, Var) else default

@@ -207,9 +207,9 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the stage of each original equation, or part of a scan.
+    """Return the stage of each original equation, or of each part of a scan.
 
-    An equation may have become several; then the last stage counts.
+    One original equation may be several new equations. The result is then the last of their stages.
     """
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):
@@ -221,9 +221,11 @@ def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[in
 
 
 def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple[StageRows, ...]]:
-    """Return the rows that each stage stores of stacked parameters that several stages divide.
+    """Return the rows of stacked parameters that each stage stores, by parameter.
 
-    A stacked parameter has one row for each layer.
+    A stacked parameter has one row for each layer. If several stages run its layers, and the update
+    works row by row, each stage stores the rows of its layers. All other stacked parameters are not
+    in the result.
     """
     step = forward.step
     analysis: RowAnalysis | None = None
@@ -272,9 +274,9 @@ def _is_alone(forward: ForwardPass, v: Var, leaf: str) -> bool:
 
 
 def _word_for_rows(step: DividedStep) -> str:
-    """Return the word for names of rows, such as "block" in "params/w.block1".
+    """Return a word for the names of rows, such as "block" in "params/w.block1".
 
-    Underscores are appended until no other name has the word.
+    Underscores are appended to "block" if another name of the step contains the word.
     """
     word = "block"
     while any(f".{word}" in n for n in step.program.in_names):

@@ -231,7 +231,7 @@ class _Placer:
         return users[::-1]
 
     def _ends(self) -> list[tuple[Var, int]]:
-        """Return the outputs of the update, each with a stage that needs it, as pairs.
+        """Return pairs (output of the update, stage that needs the output).
 
         If every stage needs an output, such as a new step count, there is a pair for each stage.
         """

@@ -1,6 +1,7 @@
 """Search for the leaves that a step reads by rows only.
 
-Trainers can request such a leaf (a *table*) by rows instead of in full. Three conditions must hold:
+A trainer then requests only the rows that its batch looks up, instead of the full leaf. A leaf of
+this kind is a *table*. It must satisfy three conditions:
 
 - Forward and backward read only selected rows of the leaf (*picks*): single rows by id (`emb[ids]`,
   `jnp.take`, an embedding layer), or consecutive rows (`jax.lax.dynamic_slice`).
@@ -64,7 +65,7 @@ RowIds = tuple[Atom, int | None, str, int]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableLookups:
-    """Lookups of one table (a leaf that a step reads by row ids) in a step.
+    """All reads of one table by row ids in a step.
 
     Attributes:
       leaf: name of the table.
@@ -128,7 +129,7 @@ class _Zeros:
 
 
 class _LookupPass(FlowPass):
-    """Row analysis that also finds equations that read rows by id, as `w[ids]` does.
+    """Row analysis (`dtrans.rows`) that also finds equations which read rows by id (`w[ids]`).
 
     Args:
       zeros: the result of `_find_zeros` for all tables.

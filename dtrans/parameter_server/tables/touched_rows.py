@@ -4,8 +4,8 @@ A compiled program has a fixed number of rows, its *capacity*. But each step loo
 of rows. So an update gets the looked-up rows, and additional rows with a gradient of zero up to the
 capacity. To limit the number of compiled programs, the capacity of an update is a power of two
 (`capacity_for`). Two other kinds of programs have the capacities 16, 128, 1024, ...
-(`split_by_capacity`): those that initialise rows, and those that apply updates which a row has
-missed. `dtrans.slicing.server_update` writes the updates.
+(`split_by_capacity`). One kind initialises rows. The other applies earlier updates to rows that no
+trainer looked up then. `dtrans.slicing.server_update` writes the updates.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def resized(placement: Placement, sizes: Mapping[str, int]) -> Placement:
 def mark_tables(placement: Placement, tables: Mapping[str, Any]) -> Placement:
     """Return the placement with `is_table` set for all blocks of tables.
 
-    Without this field, a block that contains a full leaf is not treated as a range of rows. With
-    it, the update can later be written for another number of rows.
+    The number of a table's rows on a server changes during a job. With `is_table`, the update of a
+    block can be written for any number of rows, even if the block is the full leaf.
 
     Args:
       placement: the placement to copy.

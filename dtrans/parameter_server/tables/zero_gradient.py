@@ -1,12 +1,12 @@
 """Effect of an update on rows whose gradient is zero.
 
-Rows that no trainer looked up have a gradient of zero. If the update leaves such rows and their
+Rows that no trainer looked up have a gradient of zero. If the update leaves these rows and their
 optimizer state unchanged, servers need to update only the rows that were looked up.
 
-The analysis evaluates the update for one such row, with abstract values: a known number, an array
-of the state that is unchanged at this row, or an unknown value. It assumes x * 0 = 0 for all x,
-even if x could be infinite. If the update reduces over rows (a clip by the norm of the gradients),
-such rows must contribute the neutral element of the reduction.
+The analysis evaluates the update for one row with zero gradient. It uses abstract values: a known
+number, an array of the state that is unchanged at this row, or an unknown value. It assumes x * 0 =
+0 for all x, even if x could be infinite. If the update reduces over rows (a clip by the norm of the
+gradients), the row must not change the result.
 
 Some optimizers change a row with zero gradient after its first lookup, but not before: Adam's
 moments begin with zero and stay zero.
@@ -212,7 +212,7 @@ def find_accumulation(analysis: RowAnalysis, leaf: str) -> str:
 
 
 def _arrays_with_rows(analysis: RowAnalysis, leaf: str) -> dict[str, Var]:
-    """Return the arrays that the update changes and that have a row for each row of the leaf."""
+    """Return the leaf, and the arrays of its state that have a row for each row of the leaf."""
     found = {}
     for n, v in analysis.inputs.items():
         layout = analysis.layout(v)
