@@ -43,7 +43,7 @@ class EmitParts:
 
 
 def parts_of(table: RoleTable) -> EmitParts:
-    """Return the values that all roles of a job share, for a scheduler's file.
+    """Return the values for a scheduler's file that all roles of a job share.
 
     Args:
       table: the roles, with a command: the result of `role_table` or `plan.roles`.

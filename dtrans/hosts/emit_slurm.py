@@ -1,4 +1,4 @@
-"""Writer of an `sbatch` file, with which Slurm starts a job's roles.
+"""Writer of an `sbatch` file, from which Slurm starts a job's roles (servers and trainers).
 
     emit_slurm(table)           one node per process: a heterogeneous job of servers and trainers,
                                 or plain `srun` if all processes are trainers
@@ -138,7 +138,7 @@ def _node_for_each(table: RoleTable, parts: EmitParts) -> str:
 
 
 def _shared_nodes(table: RoleTable, parts: EmitParts, nodes: int) -> str:
-    """Return the file of a job whose servers and trainers share nodes."""
+    """Return the file of a job with servers and trainers on the same nodes."""
     check_int("nodes", nodes, "a number of nodes", least=1)
     if not parts.servers:
         raise ConfigError(

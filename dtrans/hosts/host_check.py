@@ -151,7 +151,7 @@ def _unreachable(found: FoundHost) -> str:
 
 
 class _Question:
-    """Check of one host: a local process that starts `remote_agent` there, for example by ssh.
+    """Check of one host: starts `remote_agent` there, for example by ssh, and reads its answer.
 
     Args:
       host: the host.

@@ -79,7 +79,7 @@ class RayJob(Job):
       plan: the result of `dtrans.pserver`, `dtrans.nccl2`, `dtrans.sharding` or `dtrans.pipeline`.
         The job replaces the plan's server endpoints by endpoints on the cluster's nodes.
       batches: a function of (trainer, step) that returns the step's batch arguments, and runs in
-        the trainer's actor. Or a dataset of Ray Data, whose columns have the names of these
+        the trainer's actor. Or a dataset of Ray Data. Its columns have the names of these
         arguments. Each trainer then gets the same number of rows (`streaming_split`), and starts
         again after its last row.
       address: the address of the cluster, as for `ray.init`. The default is the cluster to which

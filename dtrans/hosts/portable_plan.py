@@ -125,7 +125,7 @@ class PortablePlan:
 
 
 def pickled(value: Any, cloudpickle: Any) -> bytes:
-    """Pickle a value for a process on another node, in which JAX has other primitive objects.
+    """Pickle a value, such as a plan, for a process with other JAX primitive objects.
 
     Functions are pickled by value, and JAX primitives by the name of their module variable.
     cloudpickle stores a closure with the globals that it reads, which may include primitives. JAX

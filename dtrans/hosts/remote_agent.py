@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def look(order: dict[str, Any]) -> dict[str, Any]:
-    """Return facts about this host, from which the launcher decides if roles can run here.
+    """Return versions, address, ports and missing files of this host, for the launcher's check.
 
     Args:
       order: the order of the launcher:

@@ -180,7 +180,7 @@ class RoleTable:
         return tuple(e for e in self.entries if e.role.kind == kind)
 
     def at(self, places: Sequence[str], port: int = PORT) -> RoleTable:
-        """Return a table whose endpoints are on given hosts.
+        """Return a copy of the table with endpoints on given hosts.
 
         Further endpoints on a host use the next ports: a:6174, a:6175.
 
@@ -546,7 +546,7 @@ Traffic = tuple[float, float]
 
 
 def _traffic(received: int | None, sent: int | None) -> Traffic:
-    """Return the bytes that a server receives and sends in a step; (1, 1) if they are unknown.
+    """Return the bytes that a server receives and sends in a step; (1, 1) if unknown.
 
     Equal values for all servers make placement give each host a similar number of servers.
     """

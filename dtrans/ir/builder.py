@@ -54,7 +54,7 @@ class Builder:
 
     Attributes:
       role: role (purpose, such as `forward`) that the next equations get.
-      source: equation whose source line new equations get.
+      source: an equation; new equations get its source line.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -146,7 +146,7 @@ class Builder:
           jaxpr: the other jaxpr.
           env: maps variables of `jaxpr` to values of the new jaxpr; other variables stay unchanged.
           eqns: equations in order.
-          wanted: variables of `jaxpr` whose new values are returned.
+          wanted: variables of `jaxpr`; the method returns their new values.
         """
         known: dict[Var, Atom] = dict(env)
         known |= zip(opened(jaxpr).constvars, map(self.constant, constants(jaxpr)), strict=True)

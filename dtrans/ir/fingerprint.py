@@ -76,7 +76,8 @@ def program_parts(
 
     Args:
       program: the program.
-      groups: for each part, the roles of its equations, e.g. {"loss": ("forward", "backward")}.
+      groups: the parts of the program: name -> roles of the part's equations, e.g. {"loss":
+        ("forward", "backward")}.
     """
     write = _Writer()
     inner, consts = opened(program.jaxpr), constants(program.jaxpr)

@@ -1,17 +1,17 @@
 """Drivers of dataflow analyses: one forward, one backward.
 
-An analysis attaches a *fact* to each value, such as its sharding. The analysis is a record of pure
-functions: `rule` computes the facts of one equation's outputs, and `join` merges the facts that a
-value has in several branches or iterations. The drivers also enter the bodies of `scan`, `while`,
-`cond`, remat, calls and custom derivative rules. The drivers evaluate the body of a loop
-repeatedly, until the facts of the carried values *settle*: a further iteration leaves them
-unchanged.
+An analysis attaches a *fact* to each value, such as its sharding. The analysis is a tuple of pure
+functions. `rule` computes the facts of one equation's outputs. `join` merges the facts that a value
+has in several branches or iterations. `forward` and `backward` apply these functions to all
+equations, also inside `scan`, `while`, `cond`, remat, calls and custom derivative rules. They
+evaluate the body of a loop repeatedly, until a further iteration leaves the facts of the carried
+values unchanged.
 
 Facts form a lattice. `join(a, b)` is at or above `a` and `b`, and every chain of facts is finite,
-so every loop settles.
+so each of these iterations ends.
 
-`enter` and `enter_backward` evaluate the bodies of one equation, for passes that rewrite bodies.
-Properties of primitives are in `dtrans._jax.primitives`.
+Passes that rewrite bodies call `enter` and `enter_backward`, which evaluate the bodies of one
+equation. Properties of primitives are in `dtrans._jax.primitives`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ Specializer = Callable[[Sequence[jax.ShapeDtypeStruct]], "Program"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program(NamedJaxpr):
-    """Closed jaxpr whose inputs, outputs and equations have names and roles.
+    """Closed jaxpr with names for its inputs and outputs, and a role for each equation.
 
     Attributes:
       name: name of the program, e.g. `step`, `trainer 0`.
@@ -77,7 +77,8 @@ class Program(NamedJaxpr):
       roles: one of `ROLES` for each equation.
       guessed: True if roles were guessed from scope names, before a transform analysed the step.
       labels: names of values that are neither inputs nor outputs, e.g. `params/w@GRAD.block0`.
-      ambiguous_outputs: text for errors if outputs match inputs in several ways; else empty.
+      ambiguous_outputs: text for errors if it is unclear which output is the new value of an input;
+        else empty.
       numbers: outputs that the traced function returned as Python numbers.
       frozen_constants: name of a constant state array -> the number in all its entries.
       takes_one_state: True if the step has one state argument (`dtrans.step.one_state`).
@@ -124,7 +125,7 @@ class Program(NamedJaxpr):
         out: TreeSpec,
         values: Mapping[str, Atom],
     ) -> Program:
-        """Return the program that a builder has written. It cannot be specialized to other shapes.
+        """Return the program with a builder's equations. It cannot be specialized to other shapes.
 
         Args:
           name: name of the program.

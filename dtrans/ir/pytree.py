@@ -329,9 +329,10 @@ def result_of(spec: TreeSpec, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
-    """Return a spec without its first child that equals `part`; `spec` is a tuple, list or dict.
+    """Remove the first child that equals `part` from a spec; return the new spec.
 
-    In a NamedTuple, whose fields are fixed, None replaces the child.
+    `spec` is a tuple, list, dict or NamedTuple. In a NamedTuple, None replaces the child, because
+    its fields are fixed.
     """
     full = jax.tree.unflatten(spec.treedef, spec.leaves)
     is_part = functools.partial(_has_spec, part)
@@ -352,7 +353,7 @@ def without(spec: TreeSpec, part: TreeSpec) -> TreeSpec:
 
 
 def replace_child(spec: TreeSpec, part: TreeSpec, new: TreeSpec) -> TreeSpec:
-    """Return a spec whose first child that equals `part` is `new`.
+    """Replace the first child of a spec that equals `part` by `new`; return the new spec.
 
     `spec` is a tuple, a list, a dict or a NamedTuple.
     """

@@ -276,7 +276,7 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 
 
 def _turn(fact: Fact) -> Fact:
-    """Convert the fact about a scanned array to the fact about one iteration's slice."""
+    """Convert the fact about a scanned array to that about the slice of one iteration."""
     return _with_axes_moved(fact, -1)
 
 

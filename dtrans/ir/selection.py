@@ -31,12 +31,12 @@ def subset(values: Indexable[Any, U], keys: Iterable[K]) -> dict[K, U]:
 
 
 def retain(mapping: Mapping[K, U], keys: Container[object]) -> dict[K, U]:
-    """Return a dict of the entries whose key is in `keys`, in the order of the mapping."""
+    """Return a dict of the entries with keys in `keys`, in the order of the mapping."""
     return {key: value for key, value in mapping.items() if key in keys}
 
 
 def omit(mapping: Mapping[K, U], keys: Container[object]) -> dict[K, U]:
-    """Return a dict of the entries whose key is not in `keys`, in the order of the mapping."""
+    """Return a dict of the entries with keys not in `keys`, in the order of the mapping."""
     return {key: value for key, value in mapping.items() if key not in keys}
 
 

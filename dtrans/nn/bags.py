@@ -26,7 +26,7 @@ def embedding_bag(
     Args:
       table: an array of shape (rows, d).
       ids: the rows to look up, of shape (n,).
-      segment_ids: the bag of each id, of shape (n,). Ids whose bag is not in 0 to num_segments - 1
+      segment_ids: the bag of each id, of shape (n,). Ids with a bag outside 0 to num_segments - 1
         are ignored.
       num_segments: the number of bags.
       weights: the weight of each id in its bag, of shape (n,); 1 by default.

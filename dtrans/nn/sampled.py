@@ -3,7 +3,8 @@
     loss = -log s(l - log(k q(l)))  -  sum over noise n of log(1 - s(n - log(k q(n))))
 
 where l and n are the logits of the label and of a noise class, and s is the sigmoid. k is the
-number of noise classes for each row, and q(c) the probability with which class c is drawn.
+number of noise classes for each row, and q(c) the probability of class c in the distribution of
+noise.
 
 Source: Gutmann and Hyvaerinen, 2010; Mnih and Teh, 2012. Paddle's `nce` has the same samplers
 (paddle/fluid/operators/math/sampler.cc).

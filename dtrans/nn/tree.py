@@ -1,4 +1,4 @@
-"""Hierarchical softmax over a binary tree whose leaves are classes.
+"""Hierarchical softmax over a binary tree of classes (the leaves).
 
 The probability of a class is the product of the probabilities of the turns on the path from the
 root to its leaf. Each inner node has a row w of weights and a bias b. The probability of a turn to
@@ -26,7 +26,7 @@ from dtrans.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClassTree:
-    """Binary tree whose leaves are classes, as the path from the root to each class.
+    """Binary tree of classes (the leaves), stored as the path from the root to each class.
 
     Attributes:
       nodes: the numbers of the inner nodes on the path to each class, of shape (classes, depth).

@@ -62,10 +62,10 @@ class CommunicatorConfig:
     """Options of the communicator, which sends gradients and receives parameters in the background.
 
     Attributes:
-      max_merge_var_num: largest number of steps whose gradients the communicator merges into one
-        message, if steps are faster than sending.
-      send_queue_size: largest number of steps whose gradients wait in the queue; a step blocks
-        while the queue is full.
+      max_merge_var_num: largest number of steps in one message. If steps are faster than sending,
+        the communicator merges the gradients of several steps.
+      send_queue_size: largest number of steps with gradients in the queue; a step blocks while the
+        queue is full.
       min_send_grad_num_before_recv: number of sends before parameters are received again.
       independent_recv_thread: True to continue sending while parameters are received.
       merge: reduction of merged gradients, "sum" or "mean". "auto" is "sum" if the update is linear

@@ -9,13 +9,13 @@
 The last three types are *packed*: an encoded array is a vector of bytes. With int8 and e3m0, the
 first four bytes are the scale, a float32 number. The integers follow, or pairs of 4-bit numbers. If
 an array contains an infinity or a NaN, no number of the decoded array is finite. With topk, the
-values come first, in the array's own type, and then their int32 indices. An array that would have
-as many bytes in this form is sent whole.
+values come first, in the array's own type, and then their int32 indices. If this form has as many
+bytes as the array itself, the full array is sent instead.
 
 Packed types lose small numbers. *Error feedback* adds the rounding error of a step to the array of
 the next step. So the error of a sum over steps stays bounded. With topk, the rounding error
 consists of the numbers that were not sent. *Momentum correction* adds up momenta in place of
-gradients. So a number that is sent late has the weight that momentum would have given it.
+gradients. So a number that is sent late includes the momentum that it has gained meanwhile.
 
 Source: error feedback: Seide et al., 1-Bit Stochastic Gradient Descent (Interspeech 2014). E3M0:
 Douillard et al., Streaming DiLoCo (arXiv 2501.18512). Momentum correction: Lin et al., Deep
@@ -261,8 +261,8 @@ def encode_with_momentum(
         rounding_error <- rounding_error + momentum
 
     The largest numbers of `rounding_error` are sent, and are then zero in both arrays (*factor
-    masking*). If the array is sent whole, only `rounding_error` is set to zero. So the sum of the
-    trainers' messages is the momentum of one device.
+    masking*). If the full array is sent, only `rounding_error` is set to zero. Then the sum of the
+    trainers' messages is the momentum of training on one device.
 
     Args:
       wire: the wire type, topk.

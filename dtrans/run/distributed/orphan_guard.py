@@ -2,11 +2,10 @@
 
 It runs as a script, by path, and does not import dtrans.
 
-A launcher that gets SIGKILL, or runs out of memory, cannot end its roles. The guard reads a pipe
-whose only writer is the launcher. It reads `+pid` when a role starts, and `-pid` when a role has
-ended. The pipe closes when the launcher ends for any reason. The guard then sends SIGTERM to the
-remaining process groups, so that parameter servers save their state. After a grace period it sends
-SIGKILL.
+A launcher that gets SIGKILL, or runs out of memory, cannot end its roles. The guard reads a pipe;
+only the launcher writes to it: `+pid` when a role starts, and `-pid` when a role has ended. The
+pipe closes when the launcher ends for any reason. The guard then sends SIGTERM to the remaining
+process groups, so that parameter servers save their state. After a grace period it sends SIGKILL.
 
 With arguments, the script is the *gate* of a role: the first program of the role's process. It
 waits for a line on standard input, and then executes its arguments as a command. The launcher

@@ -24,7 +24,7 @@ class Site:
     _reserved: ReservedEndpoints | None = None
 
     def _choose_endpoints(self, count: int) -> tuple[str, ...]:
-        """Return loopback endpoints whose ports are reserved until `close`."""
+        """Choose loopback endpoints; reserve their ports until `close`."""
         self._reserved = self._reserved or ReservedEndpoints()
         return self._reserved.choose(count)
 

@@ -109,7 +109,7 @@ class StatusDoor:
     """Listening socket of trainer 0 that answers `dtrans status`.
 
     Args:
-      trainers: the trainers whose status it sends.
+      trainers: the trainers; the answer contains their status.
       transport: the transport that binds the socket. Its polls return the observers' requests.
       keys: the job's token and encryption keys.
       allow_remote: True to allow an endpoint that is not on loopback.

@@ -422,7 +422,7 @@ def _where() -> str:
 
 
 def _user(trainer: int) -> str:
-    """Return the user name with which a trainer connects, such as "watched trainer 1".
+    """Return a trainer's user name for its connection, such as "watched trainer 1".
 
     Trainer 0 learns the sender of a message from this name.
     """

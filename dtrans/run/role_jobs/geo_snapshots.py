@@ -187,7 +187,7 @@ class GeoSnapshots(TrainerSnapshots):
         removed, because its changes could be pushed twice.
 
         Args:
-          count: number of steps whose changes were pushed so far, including this push.
+          count: number of steps that were pushed so far, including this push.
           ids: ids of the pushed rows, by name of the table.
         """
         snapshots = self._steps()

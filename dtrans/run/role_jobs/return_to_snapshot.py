@@ -67,7 +67,7 @@ class ReturnToSnapshot:
         self.before = before
 
     def end(self, step: int) -> Rewound:
-        """Create the `Rewound` exception, with which the user's loop continues from the snapshot.
+        """Return the `Rewound` exception, which makes the user's loop continue from the snapshot.
 
         Args:
           step: number of steps in the snapshot.

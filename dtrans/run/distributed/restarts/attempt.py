@@ -230,7 +230,7 @@ class Attempt:
             limit = None
 
     def lost(self, *, was_reached: bool, has_snapshots: bool) -> Child | None:
-        """Return the role whose loss made the job fail, or None if the failure had another cause.
+        """Return the lost role that made the job fail, or None if the failure had another cause.
 
         A role is lost if a signal or the failure of its host ended it. A role that raised an
         exception of its own is not lost: a restart would only raise the exception again.

@@ -38,8 +38,8 @@ class GenerationGrants:
     ) -> None:
         """Start a generation (the time until the next failure): write its log line and its file.
 
-        All roles read the file. If a write fails, the disk may be full. Then remove all snapshots
-        except the one with which the generation begins, and try again.
+        All roles read the file. If a write fails, the disk may be full. Then the method removes all
+        snapshots except the one at the start of the generation, and tries again.
 
         Args:
           generation: the generation.

@@ -20,7 +20,7 @@ from dtrans.run.distributed.role_output import say
 class Joins:
     """Restarts of trainers that a job has dropped, with `on_trainer_loss="replace"`.
 
-    The job continues while such a trainer starts again. When it is ready, the job takes it back.
+    The job continues while the trainer starts again. When the trainer is ready, it joins the job.
 
     Args:
       rules: rules for the failure of a role.

@@ -1,4 +1,4 @@
-"""Record of a launcher's command line, with which `dtrans launch --resume` continues a job.
+"""Record of a launcher's command line; `dtrans launch --resume` reads it to continue a job.
 
 The file is in the folder of the job's snapshots. It has options and arguments, but no
 environment variables, since these may be secrets.

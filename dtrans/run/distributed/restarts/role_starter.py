@@ -16,7 +16,7 @@ from dtrans.run.net.ended_roles import EndedRoles
 
 @dataclasses.dataclass(frozen=True)
 class RoleStarter:
-    """Command, environment and output with which a launcher starts the process of each role.
+    """Starter of the process of each role, with the job's command, environment and output.
 
     Attributes:
       command: program and arguments of every role.

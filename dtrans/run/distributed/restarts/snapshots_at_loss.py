@@ -21,7 +21,7 @@ POLL = 0.02  # seconds between two looks at the servers' reports
 
 
 class SnapshotsAtLoss:
-    """Request of the launcher that servers write snapshots of their newest states.
+    """The launcher's request, after a failure, that servers write snapshots of their newest states.
 
     Args:
       folder: folder in which the launcher and the servers exchange messages, and which has the
