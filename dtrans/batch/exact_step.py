@@ -329,9 +329,9 @@ def parts_error(
         return ConfigError(
             f"batch is 'exact', but to compute the result {names}, {step.program.name} needs "
             f"values of the full batch ({shared.reason}), and {name} exchange gradients and "
-            f"results only; leave {names} out of the results of the step and of its loss function, "
-            "and compute the value after the step from other results, such as the loss; or use "
-            "dtrans.nccl2 or dtrans.sharding"
+            f"results only; leave {names} out of the results of the step, and compute the value "
+            "after the step from other results, such as the loss; or use dtrans.nccl2 or "
+            "dtrans.sharding"
         )
     return ConfigError(
         f"batch is 'exact', but {step.program.name} needs values of the full batch "

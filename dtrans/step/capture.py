@@ -51,7 +51,7 @@ from dtrans.ir.array_fns import array_type
 from dtrans.ir.batched_gathers import batched_gathers
 from dtrans.ir.builder import Builder, read_from
 from dtrans.ir.dataflow import avals, backward_slice, bits_of, propagate, variables
-from dtrans.ir.inline import inline_calls
+from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.ir.program import Program, rewrite_root
 from dtrans.ir.selection import values_at
 from dtrans.step.collect import COLLECT
@@ -151,7 +151,11 @@ def captured_if_marked(program: Program) -> Program | None:
 
 def _captured(program: Program) -> Program:
     traced = rewrite_root(program, _with_loss)
-    return traced.rewritten(_with_one_loss).rewritten(_with_counters_first)
+    return (
+        traced.rewritten(_with_one_loss)
+        .rewritten(_with_counters_first)
+        .rewritten(_without_unread_results)
+    )
 
 
 def _with_loss(traced: Program) -> Program:
@@ -296,6 +300,54 @@ def _with_counters_first(program: Program) -> Program:
         b.keep(e, read_from(computed, e.invars))
     jaxpr = b.build(read_from(computed, inner.outvars))
     return dataclasses.replace(program, jaxpr=jaxpr, roles=("",) * len(b.eqns), labels={})
+
+
+def _without_unread_results(program: Program) -> Program:
+    """Drop results of the loss function that no output and no effect of the step depends on.
+
+    The loss function may return an aux value that the step ignores. Parts of the batch may be
+    unable to compute this value, such as `jnp.exp(loss)`.
+    """
+    flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
+    inner = opened(flat)
+    losses = [i for i, e in enumerate(inner.eqns) if e.primitive is value_and_grad_p]
+    if len(losses) != 1:
+        return program
+    (at,) = losses
+    eqn = inner.eqns[at]
+    loss = opened(eqn.params["loss"])
+    read: list[Atom] = [*inner.outvars]
+    for e in inner.eqns:
+        if e.effects:
+            read += e.invars
+    _, leaves = backward_slice(inner.eqns, read, stop=eqn.outvars)
+    count = len(loss.outvars)
+    positions = [i for i in range(count) if i == 0 or eqn.outvars[i] in leaves]
+    if len(positions) == count:
+        return program
+
+    body = closed(
+        loss.constvars,
+        constants(eqn.params["loss"]),
+        loss.invars,
+        values_at(loss.outvars, positions),
+        loss.eqns,
+        loss,
+    )
+    outvars = [*values_at(eqn.outvars, positions), *eqn.outvars[count:]]
+    params = {**eqn.params, "loss": eliminate_dead(body)}
+    # A dead equation after the loss may read a dropped result.
+    live = eliminate_dead(
+        closed(
+            inner.constvars,
+            constants(flat),
+            inner.invars,
+            inner.outvars,
+            [*inner.eqns[:at], eqn.replace(outvars=outvars, params=params), *inner.eqns[at + 1 :]],
+            inner,
+        )
+    )
+    return dataclasses.replace(program, jaxpr=live, roles=("",) * len(opened(live).eqns), labels={})
 
 
 def _read_by_update(program: Program, inner: Jaxpr, eqn: JaxprEqn) -> dict[Var, str]:
