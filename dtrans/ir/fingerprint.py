@@ -1,11 +1,11 @@
 """Fingerprints of programs, options and versions, which processes compare before a job starts.
 
-A difference would make a job compute wrong numbers, so the job refuses to start. A fingerprint is a
-dict of named parts, so that an error can name the part that differs. A part is a short text, or the
-digest of a canonical text. Processes that trace the same function with the same versions write the
-same canonical text: values are numbered in order, functions are written by name, and arrays by
-their bytes. Ids, hashes and addresses never occur. A jaxpr that occurs several times is written
-once, so the text stays linear in the size of the program.
+If two processes had different programs, a job would compute wrong numbers, so it refuses to start.
+A fingerprint is a dict of named parts, so that an error can name the part that differs. A part is a
+short text, or the digest of a longer text. Processes that trace the same function with the same
+versions write the same text: values are numbered in order, functions are written by name, and
+arrays by their bytes. Ids, hashes and addresses never occur. A jaxpr that occurs several times is
+written once, so the text stays linear in the size of the program.
 
     loss       the forward and backward pass, with its constants
     update     the optimizer: new parameters, learning rate and other numbers
@@ -113,8 +113,8 @@ def program_parts(
 def value_digests(jaxpr: Any, in_names: Sequence[Any]) -> dict[Any, str]:
     """Return, for each value of a closed jaxpr, a digest of the expression that computes it.
 
-    In the expression, inputs have their names. Digests ignore the order of equations, weak types,
-    and conversions that only change a weak type.
+    So two programs can be compared value by value. The expression refers to inputs by name. Digests
+    ignore the order of equations, weak types, and conversions that only change a weak type.
     """
     write = _Writer()
     inner, consts = opened(jaxpr), constants(jaxpr)
@@ -178,7 +178,7 @@ def number(literal: Literal) -> str:
 
 
 def canonical_text(value: Any) -> str:
-    """Return a text that is equal in all processes for equal options, jaxprs or arrays."""
+    """Write options, jaxprs or arrays as text; equal values give equal texts in all processes."""
     return _Writer().value(value)
 
 

@@ -8,15 +8,16 @@
     X, S... = prefetch uniq         [table, epmap, names, spans, types, ...]
     X, S... = fake_init args...     [table, types, epmap, names, spans, write, ...]
 
-`...` stands for trainer_id, trainers, sync_mode.
+`...` stands for trainer_id, trainers, sync_mode. `uniq` are row ids, `X` rows of a table, and `S`
+their optimizer state. `epmap`, `names` and `spans` list the endpoint, the array name and the rows
+of each server. Rows are a range, or buckets (`dtrans.rows.row_buckets`).
 
 `split_ids` returns the sorted unique ids of all lookups in a table with `rows` rows. The result has
 `size` integers; unused entries at its end have the value `rows`. For each operand, `outside` is the
 treatment of ids outside of the table: "error", "clip" to the nearest row, or "drop". `prefetch`
 receives the rows with these ids from their servers; rows for unused entries are zeros. `send_rows`
-sends the gradient of these rows to the servers, as `send` does for a block. `spans` lists the rows
-of each server: a range, or buckets (`dtrans.rows.row_buckets`). With `communicator`, `prefetch` and
-`send_rows` run in the background, like `recv` and `send` (`dtrans.ops.rpc`).
+sends the gradient of these rows to the servers, as `send` does for a block. With `communicator`,
+`prefetch` and `send_rows` run in the background, like `recv` and `send` (`dtrans.ops.rpc`).
 
 `fake_init` returns a trainer's initial table, which has no rows. `init_on_use` represents a
 server's rows of a table, and optimizer state with one row for each of these rows. `write(n)`
@@ -80,7 +81,7 @@ geo_init_p = communication("fake_init", lambda *args, types, **_: list(types))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowsProgram:
-    """Callable that returns a program: the initial values of some table rows, from their ids.
+    """Callable that returns a program; the program computes initial table rows from their ids.
 
     Calling it with a number n returns a jaxpr for n rows. The jaxpr takes the n ids, and then the
     inputs of init.

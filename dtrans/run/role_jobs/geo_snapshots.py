@@ -90,8 +90,7 @@ class GeoSnapshots(TrainerSnapshots):
     def read(self) -> GeoSnapshot | None:
         """Read this trainer's newest snapshot; return None if there is no snapshot.
 
-        In the result, the name of a parameter's first block on a server replaces the parameter's
-        name.
+        The result has a parameter under the name of its first block (range of rows) on a server.
 
         Raises:
           StateError: the snapshot cannot be read.
@@ -181,10 +180,10 @@ class GeoSnapshots(TrainerSnapshots):
     def _note_push(self, count: int, ids: Mapping[str, np.ndarray]) -> None:
         """Write a file with the ids of the table rows in a push, before the push is sent.
 
-        A trainer that restarts from a snapshot reads these files. They name the rows
-        that servers already have, so the trainer does not push the changes of these rows twice.
-        Without a snapshot, no file is needed. If the file cannot be written, the snapshot is
-        removed, because its changes could be pushed twice.
+        A trainer that restarts from a snapshot reads these files. Servers already have the changes
+        of these rows, so the trainer does not push them again. Without a snapshot, no file is
+        needed. If the file cannot be written, the snapshot is removed, because its changes could be
+        pushed twice.
 
         Args:
           count: number of steps that were pushed so far, including this push.

@@ -43,7 +43,7 @@ class TrainerRequests:
     Args:
       plan: the job's plan.
       trainer_id: id of the trainer.
-      returns: tracks the trainer's return to a snapshot after a failure.
+      returns: the `ReturnToSnapshot` of the trainer, which handles failures of other processes.
       run: runs an operation with the servers.
       look_up: function that returns the servers' current rows of a table. Its arguments are the
         trainer's program, the table's name and increasing row ids.
@@ -119,8 +119,8 @@ class TrainerRequests:
     def drop_save(self, step: int) -> None:
         """Forget a checkpoint that servers were writing at a failure; warn if it may be incomplete.
 
-        After the failure, the trainer repeats the steps since a snapshot. A checkpoint
-        of such a step is saved again. A checkpoint of an earlier step is not, so the log names it.
+        After the failure, the trainer repeats the steps after a snapshot, and saves checkpoints of
+        these steps again. A checkpoint of an earlier step is not saved again, so the log names it.
 
         Args:
           step: number of steps in the snapshot.
@@ -145,19 +145,18 @@ class TrainerRequests:
     ) -> T:
         """Send a request to the servers. If a process fails meanwhile, send it again or skip it.
 
-        After a failure, the servers go back to a snapshot. If the snapshot is older than
-        the current step, the loop over `job.steps` repeats the lost steps, and the user's code
-        repeats the request. A request that only reads is also sent again at once, and reads the
-        state of the snapshot.
+        After a failure, the servers go back to a snapshot. If the snapshot is older than the
+        current step, the user's loop over `job.steps` repeats the lost steps, and then the request.
+        A request that only reads is also sent again at once, and reads the state of the snapshot.
 
         Args:
           call: the user's call for errors, such as "job.save('300')".
           request: function that sends the request, and returns the answer.
           skipped: function that returns the result of a skipped request. None for a request that
             only reads, which is never skipped.
-          retries: False to skip the request even if the snapshot has the current step. Use False
-            for evictions: a snapshot of synchronous servers after this step already contains the
-              eviction.
+          retries: False to skip the request even if the snapshot has the current step. Evictions
+            need False, because a snapshot of synchronous servers after this step already contains
+            the eviction.
         """
         while skipped is None or not self._return.is_due:
             before, is_due = self._step_count(), self._return.is_due
