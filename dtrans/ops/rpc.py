@@ -13,8 +13,7 @@ of each block (range of rows of an array).
 `send` sends the blocks of one gradient to their servers and does not wait. `send_barrier` tells the
 servers that all gradients of this step were sent. `recv` receives the newest blocks of one
 parameter. In sync mode, these are the blocks after the update with all trainers' gradients.
-`fetch_barrier` ends the step: it waits until all received blocks have arrived, and all servers have
-answered.
+`fetch_barrier` waits until these blocks have arrived, and all servers at `endpoints` have answered.
 
 `sections` lists the numbers of rows of a leaf's blocks. With `sections`, the operand of `send` and
 the result of `recv` are full leaves, which are split and joined when the program runs (Paddle's

@@ -97,9 +97,9 @@ def shared_keys(
 ) -> Keys:
     """Return keys that only the processes of this run have, for connections between them.
 
-    The keys are derived from the job's token and a random word. The first process draws the word
-    and sends it to the other processes. A process of another run may have the same token, but it
-    does not have the word, so it cannot connect.
+    The keys are derived from the job's token and a random text. The first process draws this text
+    and sends it to the other processes. A process of another run may have the same token, but not
+    the random text, so it cannot connect.
 
     Args:
       cluster: the job.

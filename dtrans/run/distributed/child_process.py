@@ -1,9 +1,9 @@
 """A role as a child process of the launcher: start, output by lines, signals and end.
 
-Each child leads a session, and so a process group. A Ctrl-C on the terminal then reaches only the
-launcher. A signal to the group also ends the processes that the role has started. One thread per
-output stream reads lines. Another thread waits until the child ends, and then puts the child into
-the launcher's queue of events.
+Each child leads its own session and process group. So a Ctrl-C on the terminal reaches only the
+launcher, and a signal to the group also ends the processes that the role has started. One thread
+per output stream reads lines. Another thread waits until the child ends, and then puts the child
+into the launcher's queue of events.
 
 This module does not import JAX, so that agents on other hosts load it fast.
 """

@@ -11,8 +11,8 @@ silent for `connect(patience=...)` seconds, or at once if it closed its connecti
 
 When a process dies, its neighbours in a collective fail at once. With four or more trainers, a
 third process may wait for a neighbour that has already failed. On CPUs, XLA ends this wait after a
-timeout, which is set to the deadline. So a trainer that delays others for longer than the deadline
-ends the job.
+timeout, which `prepare` sets to the job's deadline. So a slow trainer, too, ends the job if others
+wait for it longer than the deadline.
 
 Source: JAX's experimental fault tolerance, `jax.experimental.multihost_utils.live_devices`.
 """

@@ -242,7 +242,8 @@ _rounds: dict[tuple[int, ...], int] = {}
 def _all_gather_words(words: Sequence[str]) -> dict[int, list[str]]:
     """Exchange a list of words between all trainers; return the words of each trainer, by its id.
 
-    The n-th call on one trainer receives the words of the n-th call on each other trainer.
+    Every trainer must make the same calls in the same order: the n-th calls of all trainers belong
+    together.
 
     Raises:
       DeadlineError: a trainer did not write its words in time.

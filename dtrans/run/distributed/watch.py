@@ -7,8 +7,10 @@
 An *operation* is a computation in which all trainers take part, such as a reduction. If a process
 has died, an operation of Gloo or NCCL fails without naming the process. If a process is stopped, or
 ends after fewer steps, the operation waits until JAX ends all processes with SIGABRT.
-These connections name the trainer: the kernel reports the end of a process, and ZeroMQ's heartbeats
-notice a process that is stopped for longer than the job's patience. Then the other trainers end:
+
+These connections name the trainer. The kernel closes the connection of a process that ends.
+ZeroMQ's heartbeats notice a process that is stopped for longer than the job's patience. Then the
+other trainers end:
 
     a trainer that begins an operation        raises PeerError (`operation`)
     a trainer that waits for a pipeline's     raises PeerError (`check`)
@@ -196,8 +198,8 @@ class Watch:
         """Raise PeerError if this process cannot continue because another trainer has ended.
 
         Args:
-          origin: id of a trainer from which this process awaits a value. The end of this trainer is
-            an error even if the job could otherwise continue.
+          origin: id of a trainer from which this process awaits a value. If this trainer has ended,
+            the method raises the error even if the job could otherwise continue.
         """
         why = self.members.failure()
         if not why and origin is not None:

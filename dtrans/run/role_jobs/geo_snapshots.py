@@ -253,7 +253,7 @@ class GeoSnapshots(TrainerSnapshots):
         return {name.removeprefix(kind): x for name, x in found.items()}
 
     def _by_block(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the names of parameters by the names of their first blocks."""
+        """Replace each parameter's name by the name of its first block of rows on a server."""
         return {self._blocks[name]: x for name, x in values.items()}
 
     def _write(self, snapshot: GeoSnapshot) -> None:

@@ -325,9 +325,9 @@ class JobGenerations:
     def excuse_left(self) -> bool:
         """Start another generation if servers wait for trainers that have finished their steps.
 
-        A trainer may finish and end just before it would see a new generation (the time between two
-        failures). It never enters that generation. The next generation names the trainer as
-        finished, so that servers stop waiting.
+        A trainer may finish and end just before a new generation (time between two failures). It
+        never enters the new generation, but servers wait for it. This method starts a further
+        generation that names the trainer as finished, so that servers stop waiting.
 
         Returns:
           True if there was such a trainer.
