@@ -1,8 +1,8 @@
 """JAX's persistent compilation cache, for the roles of a job that may start again.
 
 A role (process of the job) that starts again finds its compiled programs in a temporary folder.
-They are not in the folder of the job's snapshots, because another host may use this folder later,
-and compiled programs are for this host's processor.
+They are not in the folder of the job's snapshots, because another host may use that folder later.
+Compiled programs are for this host's processor.
 
 JAX writes the files in place, so a role may find an incomplete file: another role is writing the
 file, or a signal killed the writer. JAX then warns in the role that reads the file, and compiles
