@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ from dtrans.checkpoint.pserver_state import (
     step_rows,
     to_trees,
     trainer_rows,
+)
+from dtrans.checkpoint.rounding_errors import (
+    restore_rounding_errors,
+    rounding_error_rows,
+    rounding_error_slices,
 )
 from dtrans.checkpoint.runs import SaveId, run_of, save_id
 from dtrans.checkpoint.saved_rows import TableArray
@@ -137,6 +143,7 @@ def save_serving(
     state: Mapping[str, Any],
     save_id: SaveId,
     *,
+    rounding_errors: Mapping[str, Any] | None = None,
     servers_only: bool = False,
     alone: bool = False,
 ) -> None:
@@ -149,6 +156,8 @@ def save_serving(
     Args:
       path, plan, endpoint, state: as in `save`.
       save_id: the run and the step of the saved state.
+      rounding_errors: rounding errors that trainers have sent to this server, by the names of their
+        slices. None to leave the rounding errors of all trainers out of the checkpoint.
       servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
       alone: True if this server's piece is a complete snapshot, without pieces of other servers.
@@ -159,7 +168,7 @@ def save_serving(
     # A snapshot of one server may lack optimizer state: with GEO-SGD, trainers write this state.
     if not alone:
         check_plan(plan)
-    layout = _layout(plan, servers_only=servers_only)
+    layout = _layout(plan, servers_only=servers_only, rounding_errors=rounding_errors is not None)
     if alone:
         rows = plan.overview.by_endpoint(endpoint)
         layout = PieceLayout(plan.main, rows, {endpoint: layout.pieces[endpoint]})
@@ -167,7 +176,7 @@ def save_serving(
         path,
         layout,
         endpoint,
-        check_server_state(plan, endpoint, state),
+        check_server_state(plan, endpoint, state) | dict(rounding_errors or {}),
         save_id,
         steps_may_differ=not plan.sync_mode,
         serving=True,
@@ -199,12 +208,23 @@ def check(path: Folder, job: Job) -> None:
     check_place(path, layout, here, _save_id_of_job(job, layout, here, None))
 
 
-def _layout(plan: PServerPlan, *, servers_only: bool = False) -> PieceLayout:
+def _layout(
+    plan: PServerPlan, *, servers_only: bool = False, rounding_errors: bool = False
+) -> PieceLayout:
+    """Return the pieces (subfolders) of a checkpoint of a job with servers.
+
+    Args:
+      plan: the plan of the job.
+      servers_only: as in `save_serving`.
+      rounding_errors: True if servers also save the rounding errors of all trainers.
+    """
     pieces = {ep: f"pserver-{i}" for i, ep in enumerate(plan.servers)}
     rows = [*plan.overview]
     if plan.frozen and not servers_only:
         pieces[TRAINER] = "trainer-0"
         rows += trainer_rows(plan)
+    if rounding_errors:
+        rows += itertools.chain.from_iterable(rounding_error_rows(plan).values())
     return PieceLayout(plan.main, rows, pieces)
 
 
@@ -214,7 +234,7 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
     savers: list[str] = []
     if isinstance(plan, PServerPlan):
         check_plan(plan)
-        layout = _layout(plan)
+        layout = _layout(plan, rounding_errors=_has_all_roles(job))
         if not job.is_driver:
             savers = [who for who in job.roles if who in layout.pieces]
     elif isinstance(plan, CollectivePlan):
@@ -229,6 +249,14 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
         if job.saves:
             savers = [TRAINER]
     return layout, savers
+
+
+def _has_all_roles(job: Any) -> bool:
+    """Return True if all roles of a job with servers are in this process.
+
+    A server in a process of its own has no rounding errors of trainers after the end of the job.
+    """
+    return not job.is_driver and {*job.plan.servers, TRAINER} <= {*job.roles}
 
 
 def _save_job(path: Folder, job: Any, state: Any, tag: str | None) -> None:
@@ -259,8 +287,12 @@ def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Ma
         for who in here:
             if who == TRAINER:
                 yield who, frozen_values(plan, job.params(state))
-            else:
-                yield who, check_server_state(plan, who, job.server_arrays(state, who))
+                continue
+            arrays = check_server_state(plan, who, job.server_arrays(state, who))
+            if _has_all_roles(job):
+                for k in rounding_error_rows(plan, who):
+                    arrays |= rounding_error_slices(plan, job.rounding_errors(state, k), k)
+            yield who, arrays
     elif isinstance(plan, CollectivePlan):
         arrays = collective_state.check_job_state(job, state)
         for who in here:
@@ -490,8 +522,13 @@ def _restore_job(path: Folder, job: Any) -> Any:
             state = restore(path, job.plan, *servers)
             job.restored = Path(path)
             return state
+        saved = Checkpoint.at(path).of(job.plan.main)
         if not servers:
-            return job.state_of(_trainer_params(path, job.plan), None)
+            k = job.role.trainer_id
+            errors = restore_rounding_errors(saved, job.plan, [k])
+            return job.state_of(_trainer_params(path, job.plan), None, errors)
+        errors = restore_rounding_errors(saved, job.plan, range(job.plan.trainers))
+        return job.state_of(*load(path, job.plan.main, job.plan.startup), errors)
     if not isinstance(job.plan, CollectivePlan):
         loaded = load(path, job.plan.main, job.plan.startup)
         if not isinstance(job.plan, PipelinePlan):

@@ -22,7 +22,8 @@ ones are in brackets):
                    + frames[, ahead, request]                    [, ahead, last, counts,
                                                                  request]
     row_ids        step, counts, pieces + frames
-    save           step, name, made[, request]         saved     name, error[, request]
+    save           step, name, made[, request,         saved     name, error[, request]
+                   pieces + frames]
     saving         step
     tables         step[, request]                     report    tables[, request]
     changed_since  step, table, since[, request]       changes   table, now, count, gone,
@@ -126,7 +127,8 @@ number once, and drops an answer that it no longer waits for.
 Checkpoints: servers write in the background, so `saved` may arrive many steps after `save`. While a
 trainer waits for `saved`, it sends `saving` to all servers, so that it does not count as late. In a
 `save`, `made` is the number of steps that the trainer has made. Several trainers may request the
-same checkpoint after the same number of steps.
+same checkpoint after the same number of steps. With error feedback, a `save` to one of the servers
+also contains the trainer's rounding errors (`dtrans.protocol.server.save_requests`).
 
 Arrays: `pieces` contains one list for each frame. Each item [name, offset, nbytes] of the list
 describes the next bytes of the frame: `nbytes` bytes of block `name`, from byte `offset` on. A
@@ -229,7 +231,7 @@ OPTIONAL: dict[str, dict[str, type | tuple[type, ...]]] = {
     "recv": {"blocks": list, "changed": bool, "count": int},
     "prefetch": {"ahead": int, "request": int},
     "rows": {"ahead": int, "last": bool, "counts": dict, "request": int},
-    "save": {"request": int},
+    "save": {"request": int, "pieces": list},
     "saved": {"request": int},
     "tables": {"request": int},
     "report": {"request": int},

@@ -287,7 +287,7 @@ def test_a_trainer_that_left_in_an_earlier_generation_is_not_awaited() -> None:
 def test_checkpoints_of_undone_steps_are_forgotten() -> None:
     saves = greeted(Generations()).serving.saves
     saves.saved = {"10": 10, "20": 20}
-    saves.start = lambda name, steps: 1
+    saves.start = lambda name, steps, arrays: 1
     for step in (12, 22):
         name = str(step)
         saves._pending[name], saves._blocks[name] = (step, []), 1

@@ -218,7 +218,7 @@ def test_staleness_is_the_steps_of_others_that_a_gradient_lacks() -> None:
 def test_checkpoints() -> None:
     job = Observed()
     job.hello(0), job.hello(1)
-    job.machine.saves.start = lambda name, made: 5
+    job.machine.saves.start = lambda name, made, arrays: 5
     job.take(0, "save", step=0, name="100", made=0)
     job.now += 2.0
     server, _ = job.status()
@@ -340,7 +340,7 @@ def test_a_checkpoint_that_is_written_across_generations_is_answered() -> None:
     """
     before, after = Observed(), Observed()
     for at in (before, after):
-        at.machine.saves.start = lambda name, step: 2
+        at.machine.saves.start = lambda name, step, arrays: 2
         at.hello(0)
         at.hello(1)
     before.take(0, "save", step=0, name="10", made=0)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from dtrans.errors import StateError
 from tools.simulate.case import Case, Request
 
@@ -64,7 +66,7 @@ class SimulatedStorage:
         saves = [x for x in case.requests if x.kind == "save"]
         self._requests = {checkpoint_name(case, x): x for x in saves}
 
-    def keep(self, name: str, steps: int) -> int:
+    def keep(self, name: str, steps: int, arrays: Mapping[str, np.ndarray]) -> int:
         """Start to write a checkpoint; return the number of blocks. See `SaveRequests.start`."""
         request = self._requests[name]
         if request.fails == self._endpoint and request.refuses:

@@ -157,7 +157,7 @@ class Serving:
         self.status.look(now)
         self.trainers.look(now)
         self.kind.look(now)
-        self.saves.remind()
+        self.saves.look()
 
     def wait_for_generation(self, now: float) -> None:
         """Send `waiting` to all trainers; called in place of `look` while a generation ends."""

@@ -161,6 +161,10 @@ class SyncServer:
     def staleness(self, k: int) -> None:
         """Return None, because the gradients of synchronous trainers are never stale."""
 
+    def has_begun(self, k: int) -> bool:
+        """Return True if trainer k has sent the first message of its next step."""
+        return self._turns.by_trainer[k].begun
+
     def doing(self, k: int) -> str:
         """Return the progress of trainer k in the current step, for the job's status."""
         return self._waits.doing(k)
@@ -243,7 +247,7 @@ class SyncServer:
     def complete(self, k: int, message: wire.Message) -> None:
         """Handle `complete`: trainer k has made its last step."""
         t, turn = self._trainers.known[k], self._turns.by_trainer[k]
-        t.done = True
+        t.done, t.left_at = True, self.step
         self._rows.forget_trainer(k)
         self._say(t.address, "goodbye")
         if turn.at_barrier or turn.requested or turn.grads.begun or self.rounds.begun(k):

@@ -99,6 +99,17 @@ class TrainerRegistry:
         """Ids of the trainers that have left, also in an earlier generation (part of the job)."""
         return [*self.left_before, *(k for k, t in self.known.items() if t.done)]
 
+    def left_before_step(self, k: int, step: int) -> bool:
+        """Return True if trainer k takes no part in the current step, since it left earlier.
+
+        Args:
+          k: id of the trainer.
+          step: number of the server's updates so far.
+        """
+        if k in self.dropped or k in self.left_before:
+            return True
+        return k in self.known and self.known[k].done and self.known[k].left_at < step
+
     @property
     def unseen(self) -> list[int]:
         """Ids of the trainers that have not connected yet."""

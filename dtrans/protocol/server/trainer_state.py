@@ -26,6 +26,7 @@ class Trainer:
       received: number of bytes from it.
       sent: number of bytes to it.
       done: True if it has left the job, by `complete` or by a failure.
+      left_at: number of the server's updates when it left by `complete`.
       failed: True if it has left without `complete`.
       parted: True if it has left, and does not need `goodbye` any more.
     """
@@ -41,6 +42,7 @@ class Trainer:
     received: int = 0
     sent: int = 0
     done: bool = False
+    left_at: int = 0
     failed: bool = False
     parted: bool = False
 

@@ -78,6 +78,21 @@ class TrainerLine(ServerConnection):
         self._asked += 1
         return self._asked
 
+    def save(self, name: str, steps: int, arrays: Sequence[tuple[str, Any]]) -> int:
+        """Request a checkpoint; return the number of the request.
+
+        Args:
+          name: name of the checkpoint.
+          steps: number of steps that this trainer has made.
+          arrays: name and array of each array of this trainer that the server saves.
+        """
+        fields = {"step": self.step, "request": self.new_request(), "name": name, "made": steps}
+        if not arrays:
+            self.tell("save", **fields)
+        for pieces, frames in wire.messages(arrays):
+            self._say("save", frames, pieces=pieces, **fields)
+        return self._asked
+
     def send_blocks(
         self, gradients: Iterable[tuple[str, Any]], /, steps: int = 1, **last: Any
     ) -> None:

@@ -182,7 +182,13 @@ class TrainerSteps:
     def _end_step(self, answers: Sequence[PendingAnswer]) -> None:
         self.in_step = False
 
-    def save(self, endpoints: Sequence[str], name: str, steps: int) -> Operation[None]:
+    def save(
+        self,
+        endpoints: Sequence[str],
+        name: str,
+        steps: int,
+        arrays: Mapping[str, Sequence[tuple[str, Any]]] = {},
+    ) -> Operation[None]:
         """Request a checkpoint from servers, between two steps.
 
         The caller must complete `saved` before it calls `save` again.
@@ -191,11 +197,13 @@ class TrainerSteps:
           endpoints: endpoints of the servers.
           name: name of the checkpoint.
           steps: number of steps that this trainer has made.
+          arrays: arrays of this trainer that servers save: endpoint of the server -> pairs of a
+            name and an array.
         """
         asked = {}
         for endpoint in endpoints:
             line = self._line(endpoint)
-            asked[endpoint] = line.ask("save", name=name, made=steps)
+            asked[endpoint] = line.save(name, steps, arrays.get(endpoint, ()))
             line.saved[asked[endpoint]] = None
         self._saves = name, asked
         return Operation([], nothing)

@@ -14,9 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from dtrans.checkpoint import api as checkpoint
+from dtrans.checkpoint.rounding_errors import rounding_error_rows
 from dtrans.checkpoint.runs import SaveId
 from dtrans.errors import ConfigError
+from dtrans.ir.selection import omit, retain
 from dtrans.parameter_server.plan import PServerPlan
 
 
@@ -36,15 +40,46 @@ class ServerCheckpoints:
     endpoint: str
     begun: int
 
+    @property
+    def sent(self) -> dict[int, dict[str, Any]]:
+        """Types of the arrays that trainers send with each request for a checkpoint.
+
+        These are the rounding errors of compressed gradients, by the trainer's id and by name.
+        """
+        found = {}
+        for k, rows in rounding_error_rows(self.plan, self.endpoint).items():
+            found[k] = {
+                row.slice_name: jax.ShapeDtypeStruct(row.slice_shape, row.dtype) for row in rows
+            }
+        return found
+
     def keep(self, name: str, state: Mapping[str, Any], save_id: SaveId) -> None:
         """Save a state under the name that a trainer has requested.
 
         Args:
           name: the name of the checkpoint.
-          state: the server's arrays, by name.
+          state: the server's arrays, by name, and the rounding errors that trainers have sent.
           save_id: identifier of the run and the step, which is stored with the arrays.
         """
-        checkpoint.save_serving(self.folder / name, self.plan, self.endpoint, state, save_id)
+        names = {n for types in self.sent.values() for n in types}
+        self._save(name, omit(state, names), save_id, rounding_errors=retain(state, names))
+
+    def _save(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        save_id: SaveId,
+        *,
+        rounding_errors: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save a state under a name.
+
+        Without `rounding_errors`, the checkpoint lacks the rounding errors of all trainers.
+        """
+        place, plan, endpoint = self.folder / name, self.plan, self.endpoint
+        checkpoint.save_serving(
+            place, plan, endpoint, state, save_id, rounding_errors=rounding_errors
+        )
 
     def keep_last(
         self, state: Mapping[str, Any], save_id: SaveId, asked: Mapping[str, int]
@@ -53,7 +88,7 @@ class ServerCheckpoints:
 
         If synchronous servers are at different steps, they write different checkpoints, which are
         incomplete. Asynchronous servers have no common step: the first server to save chooses the
-        name for all servers.
+        name for all servers. The checkpoint has no rounding errors of trainers.
 
         Args:
           state: the server's arrays, by name.
@@ -74,15 +109,15 @@ class ServerCheckpoints:
             if name in asked:  # A trainer has already requested a checkpoint of this name.
                 return self.folder / name
         try:
-            self.keep(name, state, save_id)
+            self._save(name, state, save_id)
         except ConfigError:  # Another run has written a checkpoint of this name.
             name = f"{name}-{save_id.run[0]}"
-            self.keep(name, state, save_id)
+            self._save(name, state, save_id)
         if not self.plan.sync_mode and self.endpoint == holding[0]:
             # Servers without arrays cannot count steps, so this server writes their parts.
             for other in self.plan.servers:
                 if other not in holding:
-                    dataclasses.replace(self, endpoint=other).keep(name, {}, save_id)
+                    dataclasses.replace(self, endpoint=other)._save(name, {}, save_id)
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:

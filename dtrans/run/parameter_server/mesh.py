@@ -286,7 +286,24 @@ class MeshJob(Job):
         """Return the arrays of a server, by name."""
         return state.servers[endpoint]
 
-    def state_of(self, params: Any, opt_state: Any) -> MeshState:
+    def rounding_errors(self, state: MeshState, trainer: int) -> dict[str, Any]:
+        """Return the rounding errors of a trainer's compressed gradients, by name."""
+        found = subset(state.params, self.plan.compression.rounding_error_types)
+        return {n: x[trainer] if n in self._local else x for n, x in found.items()}
+
+    def state_of(
+        self,
+        params: Any,
+        opt_state: Any,
+        rounding_errors: Mapping[int, Mapping[str, Any]] = {},
+    ) -> MeshState:
+        """Convert parameters and optimizer state to a state of this job. See `Job.state_of`.
+
+        Args:
+          params, opt_state: the step's pytrees.
+          rounding_errors: the rounding errors of each trainer, by the trainer's id and by name.
+            Trainers without an entry begin with zeros.
+        """
         arrays = arrays_of(self.plan.main, params, opt_state)
         for n in self.plan.tables.of:
             arrays[n] = arrays[n][:0]
@@ -298,10 +315,15 @@ class MeshJob(Job):
             # The array is copied, so that a step does not donate the caller's array.
             x = self.plan.compression.received(n, jnp.copy(arrays[n]))
             on_trainers[n] = jax.device_put(x, self.placement.replicated)
-        for n, t in self.plan.compression.rounding_error_types.items():
-            on_trainers[n] = jax.device_put(jnp.zeros(t.shape, t.dtype), self.placement.replicated)
-        for n in self._local:
+        for n in self._local & on_trainers.keys():
             on_trainers[n] = self.placement.stack(on_trainers[n])
+        for n, t in self.plan.compression.rounding_error_types.items():
+            zeros = np.zeros(t.shape, t.dtype)
+            values = [rounding_errors.get(k, {}).get(n, zeros) for k in range(self.plan.trainers)]
+            at, x = self.placement.replicated, values[0]
+            if n in self._local:
+                at, x = self.placement.split, np.stack(values)
+            on_trainers[n] = jax.device_put(x, at)
         return MeshState(on_trainers, servers)
 
     def lower(self, state: MeshState, *batch: Any) -> LoweredStep:

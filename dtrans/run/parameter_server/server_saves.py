@@ -42,11 +42,14 @@ class ServerStorage:
         saved.
       snapshots: writes and reads snapshots from which a failed job continues; None
         without the user's option `snapshots`.
+      sent: shape and dtype of the arrays that trainers send with each request for a checkpoint, by
+        the trainer's id and by name.
     """
 
     keep: Keep | None = None
     keep_last: KeepLast | None = None
     snapshots: ServerSnapshots | None = None
+    sent: Mapping[int, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def written_snapshots(self) -> ServerSnapshots | None:
@@ -74,6 +77,7 @@ class ServerSaves:
     def __init__(self, storage: ServerStorage, *, wake: Callable[[], None]) -> None:
         self._keep, self._keep_last = storage.keep, storage.keep_last
         self._snapshots, self._wake = storage.written_snapshots, wake
+        self._sent = storage.sent
         self._writer: StateWriter | None = None
         self._protocol: Serving
         self._update: SyncUpdate | BlockUpdates
@@ -110,6 +114,8 @@ class ServerSaves:
             self._writer = StateWriter(self._keep, spent, wake=self._wake)
         if self._keep is not None:
             protocol.saves.start = self._save
+            if self._sent and isinstance(protocol.kind, SyncServer):
+                protocol.saves.expect(self._sent, protocol.kind)
         update.before = self._writer.wait_copied
         if self._snapshots is not None:
             protocol.kind.between_steps = self._between_steps
@@ -206,15 +212,17 @@ class ServerSaves:
 
     # -- snapshots -------------------------------------------------------------------------------
 
-    def _save(self, name: str, step: int) -> int:
+    def _save(self, name: str, step: int, arrays: Mapping[str, np.ndarray]) -> int:
         """Start to write a checkpoint of the current state; return the number of its arrays.
 
         Args:
           name: name of the checkpoint, such as "300".
           step: the server's step.
+          arrays: arrays that trainers have sent with their requests, by name.
         """
         assert self._writer is not None
         state, spent = self._snapshot()
+        state.update(arrays)
         self._writer.begin(name, state, self._save_id(step), spent)
         return len(state)
 

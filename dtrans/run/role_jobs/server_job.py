@@ -12,10 +12,11 @@ from dtrans.checkpoint.pserver_state import check_saved_by_servers, is_saved_by_
 from dtrans.checks import check_int, check_one_of
 from dtrans.errors import ConfigError
 from dtrans.parameter_server.snapshot_options import Snapshots
+from dtrans.protocol.server.trainer_registry import log
 from dtrans.run.parameter_server.checkpoints import ServerCheckpoints
 from dtrans.run.parameter_server.server_saves import ServerStorage
 from dtrans.run.parameter_server.snapshots import ServerSnapshots, check_drops, check_snapshots
-from dtrans.run.parameter_server.state_writer import Keep, KeepLast
+from dtrans.run.parameter_server.state_writer import KeepLast
 from dtrans.run.parameter_server.tables.new_rows import with_makers
 from dtrans.run.role_jobs.role_job import RoleJob
 
@@ -107,6 +108,13 @@ class ServerJob(RoleJob):
             raise ConfigError(
                 'on_failure="save" needs a folder: job.serve(state, checkpoints=folder)'
             )
+        if self.restored is not None and self.plan.compression.rounding_errors:
+            log.warning(
+                "pserver %s continues from %s. A trainer that calls job.init begins with rounding "
+                "errors of zero; call dtrans.checkpoint.restore(path, job) on trainers, too",
+                self.role.current_endpoint,
+                self.restored,
+            )
         first_step, written = self._number_of_restored, None
         if snapshots is not None:
             if not isinstance(snapshots, Snapshots):
@@ -127,8 +135,10 @@ class ServerJob(RoleJob):
             self._generations.note_no_snapshots()
         storage = ServerStorage(snapshots=written)
         if checkpoints is not None:
-            keep, keep_last = self._checkpoints(Path(checkpoints), on_failure, first_step)
-            storage = ServerStorage(keep, keep_last, written)
+            endpoint = self.role.current_endpoint
+            saver = ServerCheckpoints(Path(checkpoints), self.plan, endpoint, first_step)
+            keep_last = self._keep_last(saver, on_failure)
+            storage = ServerStorage(saver.keep, keep_last, written, saver.sent)
         self._executor.set_storage(storage)
         program = self.plan.servers[self.role.current_endpoint].main
         final: dict[str, Any] = self._executor.run(program, state)
@@ -155,25 +165,18 @@ class ServerJob(RoleJob):
             return int(self.restored.name)
         return 0
 
-    def _checkpoints(
-        self, folder: Path, on_failure: str | None, first_step: int
-    ) -> tuple[Keep, KeepLast | None]:
-        """Return two functions that save a checkpoint: on a trainer's request, and after a failure.
-
-        The second is None if the server does not save after a failure.
+    def _keep_last(self, saver: ServerCheckpoints, on_failure: str | None) -> KeepLast | None:
+        """Return the function that saves a checkpoint after a failure; None to save none.
 
         Args:
-          folder: folder of the checkpoints.
+          saver: writes this server's checkpoints.
           on_failure: as for `serve`.
-          first_step: number of steps in the checkpoint that the job started from.
         """
         load_orbax()
-        endpoint = self.role.current_endpoint
-        checkpoints = ServerCheckpoints(folder, self.plan, endpoint, first_step)
         if on_failure == "save":
             check_saved_by_servers(self.plan)
         saves_last = on_failure != "drop" and is_saved_by_servers(self.plan)
-        return checkpoints.keep, checkpoints.keep_last if saves_last else None
+        return saver.keep_last if saves_last else None
 
     def step(self, state: Any, *batch: Any) -> NoReturn:
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class TrainerJob(RoleJob):
 
     _step_count = 0
     _init_args: tuple[Any, ...] | None = None
+    _rounding_errors: Mapping[str, Any] = {}  # of the newest state, by name
 
     def __init__(self, plan: PServerPlan, role: Role, options: dict[str, Any]) -> None:
         check_devices(plan.devices)
@@ -69,6 +70,7 @@ class TrainerJob(RoleJob):
             run=self._executor.between_steps,
             look_up=self._executor.look_up,
             step_count=lambda: self._step_count,
+            rounding_errors=lambda: self._rounding_errors,
             repeats_steps=lambda: self.repeats_steps,
         )
         if self._generations is not None:
@@ -148,6 +150,7 @@ class TrainerJob(RoleJob):
         startup = self.plan.trainer_startup_program(self.role.trainer_id)
         first = self._executor.run(startup, *args)
         state, self._step_count = self._snapshots.begin(self._executor, first)
+        self._note_rounding_errors(state)
         return state
 
     def check(self, state: Any) -> None:
@@ -192,7 +195,9 @@ class TrainerJob(RoleJob):
                 "receives the servers' state"
             )
         self._step_count += 1
-        return (tuple(outputs[: len(state)]), *outputs[len(state) :])
+        new = tuple(outputs[: len(state)])
+        self._note_rounding_errors(new)
+        return (new, *outputs[len(state) :])
 
     def _level(self, state: tuple[Any, ...]) -> int:
         """Return the level of the next step, in the ramp-up of `dtrans.TopK`."""
@@ -269,6 +274,8 @@ class TrainerJob(RoleJob):
         Servers need a folder: `job.serve(state, checkpoints=folder)`. The checkpoint is
         `folder/name`, for `dtrans.checkpoint.load` and `restore`. One trainer's call is enough. If
         several trainers call it with the same name after the same step, one checkpoint is written.
+        With error feedback (`dtrans.Sync(compress="int8")`), all trainers must call it, because
+        each trainer has its own rounding errors.
 
         Args:
           name: the name of the checkpoint, such as "300".
@@ -278,7 +285,8 @@ class TrainerJob(RoleJob):
 
         Raises:
           CheckpointError: a server has no folder, could not write its piece, or has saved another
-            step under this name. The job continues.
+            step under this name. Or a trainer with rounding errors has taken a further step without
+            this call. The job continues.
           ConfigError: `init` was not called, or trainers have parameters that no server has.
 
         Source: Paddle's `checkpoint_notify`.
@@ -335,8 +343,20 @@ class TrainerJob(RoleJob):
     def _gathered_bytes(self, name: str) -> int:
         return nbytes(self.plan.main.inputs[name]) if name in self.plan.tables.of else 0
 
-    def state_of(self, params: Any, opt_state: Any) -> tuple[Any, ...]:
-        """Return a trainer's state with these parameters; `opt_state` is ignored."""
+    def state_of(
+        self,
+        params: Any,
+        opt_state: Any,
+        rounding_errors: Mapping[int, Mapping[str, Any]] = {},
+    ) -> tuple[Any, ...]:
+        """Return a trainer's state with these parameters; `opt_state` is ignored.
+
+        Args:
+          params: the parameters.
+          opt_state: ignored, because servers store the optimizer state.
+          rounding_errors: rounding errors of trainers, by the trainer's id and by name. A trainer
+            without an entry begins with zeros.
+        """
         if self.plan.push_every:
             raise ConfigError(
                 "with GEO-SGD a trainer cannot start from a state that you pass; call "
@@ -351,7 +371,18 @@ class TrainerJob(RoleJob):
             leaves[n] = self.plan.compression.received(n, leaves[n])
         for n, t in self.plan.compression.rounding_error_types.items():
             leaves[n] = jax.numpy.zeros(t.shape, t.dtype)
-        return tuple(spec.unflatten_named(leaves) for spec in self.plan.trainer_specs)
+        for n, x in rounding_errors.get(self.role.trainer_id, {}).items():
+            leaves[n] = jax.numpy.asarray(x)
+        state = tuple(spec.unflatten_named(leaves) for spec in self.plan.trainer_specs)
+        self._note_rounding_errors(state)
+        return state
+
+    def _note_rounding_errors(self, state: tuple[Any, ...]) -> None:
+        """Store the rounding errors of the newest state, for `save`."""
+        types = self.plan.compression.rounding_error_types
+        if types:
+            spec = self.plan.trainer_specs[0]
+            self._rounding_errors = subset(name_leaves(spec, state[0], "params"), types)
 
     def opt_state(self, state: tuple[Any, ...]) -> Any:
         if not self.plan.push_every:

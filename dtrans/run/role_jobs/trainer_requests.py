@@ -6,12 +6,13 @@ A process may fail during a request, and the trainer then goes back to a snapsho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from dtrans.checkpoint.rounding_errors import rounding_error_saver, rounding_error_slices
 from dtrans.ir.program import Program
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol.generations import NewGeneration
@@ -48,6 +49,7 @@ class TrainerRequests:
       look_up: function that returns the servers' current rows of a table. Its arguments are the
         trainer's program, the table's name and increasing row ids.
       step_count: returns the number of the trainer's steps.
+      rounding_errors: returns the rounding errors of the trainer's newest state, by name.
       repeats_steps: returns True if the user's loop can repeat lost steps (`Job.repeats_steps`).
     """
 
@@ -60,11 +62,13 @@ class TrainerRequests:
         run: RunBetweenSteps,
         look_up: Callable[[Program, str, np.ndarray], np.ndarray],
         step_count: Callable[[], int],
+        rounding_errors: Callable[[], Mapping[str, Any]],
         repeats_steps: Callable[[], bool | None],
     ) -> None:
         self._plan, self._trainer_id, self._return = plan, trainer_id, returns
         self._run, self._rows = run, look_up
         self._step_count, self._repeats_steps = step_count, repeats_steps
+        self._rounding_errors = rounding_errors
         self._unconfirmed: tuple[str, int] | None = None  # name and step of a save without a wait
 
     # -- tables ----------------------------------------------------------------------------------
@@ -109,8 +113,10 @@ class TrainerRequests:
         run = partial(self._run, f"checkpoint {name}")
         run(lambda to: to.saved())  # wait for an earlier save with wait=False
         self._unconfirmed = None
-        step = self._step_count()
-        run(lambda to: to.save(tuple(self._plan.servers), name, step))
+        step, k = self._step_count(), self._trainer_id
+        slices = rounding_error_slices(self._plan, self._rounding_errors(), k)
+        arrays = {rounding_error_saver(self._plan, k): [*slices.items()]}
+        run(lambda to: to.save(tuple(self._plan.servers), name, step, arrays))
         if wait:
             run(lambda to: to.saved())
         else:

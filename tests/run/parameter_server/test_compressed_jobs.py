@@ -17,15 +17,15 @@ from helpers import mlp_batch, mlp_loss, mlp_params, tree_equal
 from role_threads import HANG, RoleThreads, free_endpoints
 
 import dtrans
-from dtrans.errors import ConfigError, WireError
+from dtrans.errors import CheckpointError, CheckpointWarning, ConfigError, WireError
 from dtrans.ops import WireType
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
-from dtrans.protocol.epochs import Epoch
+from dtrans.protocol.generations import Generation
 from dtrans.protocol.server.trainer_turns import TrainerTurns
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
 from dtrans.run.distributed.role import Role
-from dtrans.run.net.epoch_log import EpochLog, EpochRecord
+from dtrans.run.net.generation_log import GenerationLog, GenerationRecord
 from dtrans.run.net.launcher_folder import LauncherFolder
 from dtrans.run.net.role_folder import RoleFolder
 from dtrans.run.parameter_server.snapshots import check_drops, check_snapshots, computed_leaves
@@ -41,7 +41,7 @@ TX = optax.adamw(1e-2)
 RAMP = dtrans.TopK((0.25, 0.1), begin_step=1, ramp_steps=2, momentum=0.9, clip_norm=1.0)
 
 
-def plan_for(mode: Any, endpoints: tuple[str, ...]) -> PServerPlan:
+def plan_for(mode: Any, endpoints: tuple[str, ...], trainers: int = TRAINERS) -> PServerPlan:
     params, init = mlp_params(SIZES), lambda params: (params, TX.init(params))
     step = dtrans.make_train_step(mlp_loss, TX)
     main = dtrans.trace(step, *jax.eval_shape(init, params), *mlp_batch(4, SIZES))
@@ -50,7 +50,7 @@ def plan_for(mode: Any, endpoints: tuple[str, ...]) -> PServerPlan:
         main,
         dtrans.trace(init, params),
         pservers=endpoints,
-        trainers=TRAINERS,
+        trainers=trainers,
         mode=mode,
         placement=placement,
     )
@@ -60,20 +60,40 @@ def batches() -> list[Any]:
     return [mlp_batch(8, SIZES, seed=s) for s in range(STEPS)]
 
 
-def run_processes(plan: PServerPlan, threads: RoleThreads) -> dict[str, Any]:
+def save_all(job: Any, k: int, step: int) -> None:
+    job.save(str(step + 1))
+
+
+def run_processes(
+    plan: PServerPlan,
+    threads: RoleThreads,
+    *,
+    steps: range = range(STEPS),
+    checkpoints: Path | None = None,
+    restored: Path | None = None,
+    save: Any = save_all,
+) -> dict[str, Any]:
     """Run the roles in threads. Servers return their arrays, and trainers (parameters, state)."""
     endpoints, options = tuple(plan.servers), {"deadline": HANG}
+
+    def first(job: Any) -> Any:
+        if restored is None:
+            return job.init(mlp_params(SIZES))
+        return dtrans.checkpoint.restore(restored, job)
 
     def server(ep: str) -> Any:
         role = Role("pserver", TRAINERS, endpoints, current_endpoint=ep)
         with ServerJob(plan, role, options) as job:
-            return job.serve(job.init(mlp_params(SIZES)))
+            return job.serve(first(job), checkpoints=checkpoints)
 
     def trainer(k: int) -> Any:
         with TrainerJob(plan, Role("trainer", TRAINERS, endpoints, trainer_id=k), options) as job:
-            state = job.init(mlp_params(SIZES))
-            for batch in batches():
+            state = first(job)
+            for step in steps:
+                batch = batches()[step]
                 state, _ = job.step(state, *(x[4 * k : 4 * k + 4] for x in batch))
+                if checkpoints is not None:
+                    save(job, k, step)
             return job.params(state), state
 
     for ep in endpoints:
@@ -169,8 +189,8 @@ def test_a_trainer_begins_with_rounded_parameters_and_no_rounding_errors() -> No
 
 def test_a_replay_of_the_log_has_the_bits_of_the_simulated_job(tmp_path: Path) -> None:
     plan = plan_for(dtrans.Sync(compress="bf16", compress_params="fp16"), ("127.0.0.1:6174",))
-    log = EpochLog(tmp_path)
-    log.add(EpochRecord(0, None, (0, 1)))
+    log = GenerationLog(tmp_path)
+    log.add(GenerationRecord(0, None, (0, 1)))
     found = dtrans.replay(
         plan, log.path, lambda step: batches()[step], init=(mlp_params(SIZES),), stop=STEPS
     )
@@ -181,11 +201,114 @@ def test_a_replay_of_the_log_has_the_bits_of_the_simulated_job(tmp_path: Path) -
     tree_equal(found, dtrans.checkpoint.gather(plan, state.servers))
 
 
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def simulated(plan: PServerPlan, state: Any = None, start: int = 0) -> tuple[Any, Any]:
+    """Run the batches from `start` on in a simulated job; return the job and its last state."""
+    job = plan.simulate()
+    state = job.init(mlp_params(SIZES)) if state is None else state(job)
+    for batch in batches()[start:]:
+        state, _ = job.step(state, *batch)
+    return job, state
+
+
+PACKED = ["int8", RAMP]
+
+
+@pytest.mark.parametrize("compress", PACKED, ids=["int8", "topk"])
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_restored_simulated_job_has_the_bits_of_an_uninterrupted_job(
+    tmp_path: Path, compress: Any, trainers: int
+) -> None:
+    mode = dtrans.Sync(compress=compress, compress_params="bf16")
+    plan = plan_for(mode, ("127.0.0.1:6174", "127.0.0.1:6175"), trainers)
+    _, expected = simulated(plan)
+    job = plan.simulate()
+    state = job.init(mlp_params(SIZES))
+    for batch in batches()[:2]:
+        state, _ = job.step(state, *batch)
+    dtrans.checkpoint.save(tmp_path / "2", job, state)
+    again = lambda job: dtrans.checkpoint.restore(tmp_path / "2", job)
+    _, found = simulated(plan, again, 2)
+    tree_equal(found.params, expected.params)
+    tree_equal(found.servers, expected.servers)
+
+
+def test_rounding_errors_of_another_number_of_trainers_become_their_mean(tmp_path: Path) -> None:
+    mode = dtrans.Sync(compress="int8")
+    plans = [plan_for(mode, ("127.0.0.1:6174",), trainers) for trainers in (2, 1)]
+    job, state = simulated(plans[0])
+    dtrans.checkpoint.save(tmp_path / "4", job, state)
+    two = job.rounding_errors(state, 0), job.rounding_errors(state, 1)
+    job = plans[1].simulate()
+    says = "4 has rounding errors of 2 trainers, and this job has 1; each trainer begins with their"
+    with pytest.warns(CheckpointWarning, match=says):
+        state = dtrans.checkpoint.restore(tmp_path / "4", job)
+    for n, x in job.rounding_errors(state, 0).items():
+        np.testing.assert_allclose(x, (two[0][n] + two[1][n]) / 2)
+        assert np.any(x)
+
+
+def test_a_checkpoint_without_rounding_errors_warns(tmp_path: Path) -> None:
+    plans = [plan_for(dtrans.Sync(compress=c), ("127.0.0.1:6174",)) for c in (None, "int8")]
+    job, state = simulated(plans[0])
+    dtrans.checkpoint.save(tmp_path / "4", job, state)
+    job = plans[1].simulate()
+    says = "4 lacks rounding_error/params/b1 .missing: 4 arrays of each trainer., so trainers begin"
+    with pytest.warns(CheckpointWarning, match=says):
+        state = dtrans.checkpoint.restore(tmp_path / "4", job)
+    assert not any(map(np.any, job.rounding_errors(state, 1).values()))
+
+
+@pytest.mark.parametrize("compress", PACKED, ids=["int8", "topk"])
+def test_restored_processes_have_the_bits_of_an_uninterrupted_job(
+    tmp_path: Path, role_threads: RoleThreads, compress: Any
+) -> None:
+    mode = dtrans.Sync(compress=compress, compress_params="bf16")
+    plan = plan_for(mode, free_endpoints(2))
+    run_processes(plan, role_threads, steps=range(2), checkpoints=tmp_path)
+    plan = plan_for(mode, free_endpoints(2))
+    ended = run_processes(plan, role_threads, steps=range(2, STEPS), restored=tmp_path / "2")
+    _, expected = simulated(plan)
+    for ep, arrays in expected.servers.items():
+        tree_equal(ended[ep], arrays)
+    for k in range(TRAINERS):
+        _, (first,) = ended[f"trainer {k}"]
+        for leaf, rounding_error in first[1].items():
+            tree_equal(rounding_error, expected.params[f"rounding_error/{leaf}"][k])
+
+
+@pytest.mark.parametrize("then", ["steps", "closes"])
+def test_a_trainer_that_does_not_save_is_named(
+    tmp_path: Path, role_threads: RoleThreads, then: str
+) -> None:
+    plan = plan_for(dtrans.Sync(compress="int8"), free_endpoints(2))
+    # the second trainer does not save; a job with a step more goes on after the error
+    steps = range(2) if then == "closes" else range(3)
+    over = {"steps": "begun its next step", "closes": "closed its job"}[then]
+    says = rf"trainer 1 has {over} without job.save\('2'\), and only trainer 1 has its rounding"
+    failed = {}
+
+    def save(job: Any, k: int, step: int) -> None:
+        if k == 0 and step == 1:
+            with pytest.raises(CheckpointError, match=says) as e:
+                job.save("2")
+            failed[k] = str(e.value)
+
+    run_processes(plan, role_threads, steps=steps, checkpoints=tmp_path, save=save)
+    assert failed
+    with pytest.warns(CheckpointWarning, match="2 is incomplete: pserver-1 of .* is missing"):
+        assert dtrans.checkpoint.latest(tmp_path) is None
+
+
 # -- snapshots -------------------------------------------------------------------------------------
 
 
-def executor(epoch: Epoch, step: int) -> Any:
-    connections = types.SimpleNamespace(epoch=epoch, step_count=step, steps_between_snapshots=10)
+def executor(generation: Generation, step: int) -> Any:
+    connections = types.SimpleNamespace(
+        generation=generation, step_count=step, steps_between_snapshots=10
+    )
     return types.SimpleNamespace(connections=connections)
 
 
@@ -198,19 +321,19 @@ def test_snapshots_contain_rounding_errors(tmp_path: Path, compress: Any) -> Non
         names += ["rounding_error/steps"]
     assert sorted(computed_leaves(plan)) == sorted(names)
     check_snapshots(plan, dtrans.Snapshots(10))
-    LauncherFolder(tmp_path).grant(Epoch(), "a run", trainers=2)
+    LauncherFolder(tmp_path).grant(Generation(), "a run", trainers=2)
     folder = RoleFolder(tmp_path, "trainer 1")
-    folder.enter(Epoch())
+    folder.enter(Generation())
     params, rounding_errors = mlp_params(SIZES), {}
     for leaf, t in plan.compression.rounding_errors.items():
         rounding_errors[leaf] = jnp.full(t.shape, 1, t.dtype)
     LeafSnapshots(folder, plan, "trainer 1").before_step(
-        executor(Epoch(), 0), 10, ((params, rounding_errors),)
+        executor(Generation(), 0), 10, ((params, rounding_errors),)
     )
     zeros = jax.tree.map(jnp.zeros_like, rounding_errors)
     new = mlp_params(SIZES, seed=3)
     again = LeafSnapshots(RoleFolder(tmp_path, "trainer 1"), plan, "trainer 1")
-    (found,), step = again.begin(executor(Epoch(1, 10), 10), (new, zeros))
+    (found,), step = again.begin(executor(Generation(1, 10), 10), (new, zeros))
     assert step == 10
     tree_equal(found, (new, rounding_errors))
     if compress is RAMP:
@@ -227,7 +350,7 @@ def test_a_trainer_that_joins_lacks_rounding_errors() -> None:
     with pytest.raises(ConfigError, match=says):
         check_drops(plan, "replace")
     with pytest.raises(ConfigError, match="^replay: with compress='e3m0', gradients depend on"):
-        dtrans.replay(plan, "epochs.jsonl", lambda step: (), init=(), stop=1)
+        dtrans.replay(plan, "generations.jsonl", lambda step: (), init=(), stop=1)
     check_snapshots(
         plan_for(dtrans.Sync(compress="bf16"), ("a:1",)), dtrans.Snapshots(10, at_loss=True)
     )

@@ -454,10 +454,10 @@ class HeldWriting:
             checkpoints.checkpoint.save_serving,
         )
 
-        def save_serving(*args: Any) -> None:
+        def save_serving(*args: Any, **options: Any) -> None:
             self.begun.release()
             assert self.may_go_on.wait(roles.HANG)
-            real(*args)
+            real(*args, **options)
 
         monkeypatch.setattr(checkpoints.checkpoint, "save_serving", save_serving)
 
@@ -805,11 +805,11 @@ def test_servers_do_not_save_a_state_without_leaves_of_trainers(
     incomplete."""
     plan = planned(optax.sgd(0.1), None, 2, 2)
     role = Role("pserver", 2, tuple(plan.servers), current_endpoint=next(iter(plan.servers)))
+    saver = ServerCheckpoints(tmp_path, plan, role.current_endpoint, 0)
     with ServerJob(plan, role, {}) as job:
-        assert job._checkpoints(tmp_path, None, 0)[1] is not None
+        assert job._keep_last(saver, None) is not None
         monkeypatch.setattr(type(plan), "frozen", ["params/seen"])
-        keep, keep_last = job._checkpoints(tmp_path, None, 0)
-        assert keep is not None and keep_last is None
+        assert job._keep_last(saver, None) is None
         with pytest.raises(ConfigError, match="params/seen is only on trainers, so servers cannot"):
             job.serve({}, checkpoints=tmp_path, on_failure="save")
 
