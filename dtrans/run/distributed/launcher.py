@@ -1,10 +1,10 @@
-"""Launcher of the roles of a job, on this host like torchrun, or on the hosts of a `Site`.
+"""Launcher of a job's roles (server and trainer processes), on this host or on several.
 
     launch -> Restarts -> Attempt -> Child (one process per role) -> events -> Attempt
 
-One loop reads one queue with two kinds of events: a role has ended, or a signal has arrived. Signal
-handlers only put the signal's number into the queue. So no exception can interrupt the launcher
-between the start of a process and its registration.
+The launcher works like torchrun. One loop reads one queue with two kinds of events: a role has
+ended, or a signal has arrived. Signal handlers only put the signal's number into the queue. So no
+exception can interrupt the launcher between the start of a process and its registration.
 
 In nccl2 mode there are only trainers, and each sees one GPU of its host. The launcher disables
 JAX's preemption service. With this service, a trainer would take SIGTERM as a request to save, and
@@ -18,8 +18,8 @@ It reports the role that failed *first*. Roles notice each other's failures, so 
 a `PeerError` before the role that caused it has printed its traceback. After a `PeerError`, the
 launcher waits a few seconds for a role that fails with another error, and reports that role.
 
-When a role ends, the launcher informs the other roles (`dtrans.run.net.ended_roles`). Otherwise
-servers would wait up to their deadline for a role that ended before it connected.
+When a role ends, the launcher informs the other roles (`dtrans.run.net.ended_roles`). Otherwise, if
+a role ended before it connected, servers would wait for it up to their deadline.
 
 With `restarts`, a lost role does not end the job: see `dtrans.run.distributed.restarts`.
 
@@ -98,14 +98,13 @@ def launch(
       pservers: number of pservers; by default one, and none in nccl2 mode.
       mode: "pserver" or "nccl2".
       on_trainer_loss: the reaction to the failure of a trainer. "restart": the trainer starts
-        again; when all `restarts` are used, the job ends. "abort": the job ends. With "drop", the
-        job continues without the trainer while another trainer runs. Parameter servers with
-        snapshots (`job.serve(state, snapshots=10)`) go back to the newest snapshot. Without
-        snapshots, "drop" works with asynchronous parameter servers. In nccl2 mode it works if
-        trainer 0 does not fail (see `dtrans.connect`). "replace" is for jobs with snapshots: the
-        job continues as with "drop", and the trainer also starts again, which uses one of
-        `restarts`. The trainer joins the job when it is ready. Until then, the other roles do not
-        wait for it.
+        again; when all `restarts` are used, the job ends. "abort": the job ends. "drop": the job
+        continues without the trainer while another trainer runs. Parameter servers with snapshots
+        (`job.serve(state, snapshots=10)`) go back to the newest snapshot. Jobs without snapshots
+        can use "drop" with asynchronous parameter servers, and in nccl2 mode if trainer 0 does not
+        fail (see `dtrans.connect`). "replace", for jobs with snapshots: the job continues as with
+        "drop", and the trainer also starts again, which uses one of `restarts`. The other roles do
+        not wait for the trainer. It joins the job when it is ready.
       deadline: seconds that the job may take.
       grace: seconds between SIGTERM and SIGKILL.
       env: variables of the roles, in addition to this process's environment.
@@ -113,16 +112,14 @@ def launch(
         that draw on a terminal.
       log_dir: a folder for the output of the roles, one file per role (`trainer-0.log`).
       site: the hosts of the roles; by default this host.
-      restarts: the largest number of restarts. The launcher restarts roles after a signal, or the
-        failure of a host, has ended a role. In a job with snapshots, only the role that a signal
-        ended starts again, and the job continues from the newest snapshot. In other jobs, and after
-        the failure of a host, all roles start again. The variable DTRANS_RESTARTS of each role has
-        the number of restarts so far. After the deadline no restart begins, and the failure is the
-        job's error. `RestartOptions` can also set the folder of the snapshots, the number of
-        spares, and the smallest number of trainers with which "drop" continues. On several hosts, a
-        job has snapshots only in such a folder, which all hosts must share. A job on this host with
-        restarts has a temporary compilation cache of JAX, unless the environment sets or disables
-        the cache.
+      restarts: the largest number of restarts, or a `RestartOptions` with further options. The
+        launcher restarts roles if a signal, or the failure of a host, has ended a role. In a job
+        with snapshots, only the role that a signal ended starts again, and the job continues from
+        the newest snapshot. In other jobs, and after the failure of a host, all roles start again.
+        No restart begins after the deadline. The variable DTRANS_RESTARTS of each role has the
+        number of restarts so far. On several hosts, snapshots need a folder that all hosts share
+        (`RestartOptions`). On this host, a job with restarts has a temporary compilation cache of
+        JAX, unless the environment sets or disables the cache.
 
     Raises:
       ConfigError: an argument has an invalid value.

@@ -1,10 +1,11 @@
 """Restarts of lost roles, which begin a new generation (time between two failures) of the job.
 
-A role is lost if a signal ended it, or if its host was lost. There are two kinds of restarts:
+A role (server or trainer process) is lost if a signal ended it, or if its host was lost. A snapshot
+is a copy of the job's state after a step, on disk. There are two kinds of restarts:
 
     all roles    the launcher ends the other roles and starts all again, with the same endpoints
     in place     the launcher starts only the lost role; other roles continue from a snapshot. If
-                 there is a spare, it becomes the lost role.
+                 there is a spare (waiting process), it becomes the lost role.
 
 With `on_trainer_loss="drop"`, a lost trainer does not start again while enough trainers are left.
 The other roles go back to a snapshot, and continue without the trainer. This uses no restart. With
@@ -19,8 +20,8 @@ continues from the newest snapshots, or from its newest checkpoint. Each start o
 new run name, so pieces of checkpoints from different starts never mix.
 
 A role that raised an exception ends the job, since it would raise the exception again. In a job
-with snapshots, a role that is lost twice between two snapshots also ends the job, for it would be
-lost again.
+with snapshots, a role that is lost twice between two snapshots also ends the job, because it would
+be lost again.
 
 In `dtrans.run.distributed`, only the launcher imports these modules:
 
