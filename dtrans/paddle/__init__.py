@@ -2,6 +2,7 @@
 
 transpiler   `DistributeTranspiler`, `GeoSgdTranspiler`
 strategies   `sharding`
+dgc          `DGCMomentum`
 config       `DistributeTranspilerConfig`, `Embedding`, `CountFilterEntry`, `ProbabilityEntry`
 optimizers   Paddle's optimizers, decays and clips, which compute what Paddle's kernels compute
 """
@@ -14,6 +15,7 @@ from dtrans.paddle.config import (
     Embedding as Embedding,
     ProbabilityEntry as ProbabilityEntry,
 )
+from dtrans.paddle.dgc import DGCMomentum as DGCMomentum
 from dtrans.paddle.strategies import sharding as sharding
 
 

@@ -20,6 +20,7 @@ from dtrans.checks import (
 )
 from dtrans.errors import ConfigAssertionError, ConfigError
 from dtrans.ops import CommunicatorConfig
+from dtrans.paddle.dgc import DGCMomentum
 from dtrans.parameter_server.dispatch import PSDispatcher, RoundRobin, check_dispatcher
 from dtrans.parameter_server.options import (
     Async,
@@ -67,6 +68,7 @@ EXTENSIONS: dict[str, Any] = {
     "geo_sgd_block_on_pull": False,
     "merge": None,
     "sparse": None,
+    "dgc": None,
 }
 
 # maps names of options in dtrans to Paddle's names, so that errors contain the user's name
@@ -254,6 +256,8 @@ class DistributeTranspilerConfig:
         `dtrans.pserver` and `dtrans.nccl2`.
       sparse: the embedding tables, as `{parameter name: dtrans.paddle.Embedding(...)}`; or "auto",
         as in `dtrans.pserver`. In Paddle, these options are arguments of the layers.
+      dgc: an extension: a `dtrans.paddle.DGCMomentum`, with which synchronous trainers compress
+        gradients. In Paddle, it is an optimizer.
       print_log: True if `transpile` logs the plan, at level INFO, with the logger
         "dtrans.paddle.transpiler". If logging has no handler, the plan is printed to stderr.
       nccl_comm_num: in nccl2 mode, the number of reductions that may run at the same time; with 1,
@@ -305,6 +309,7 @@ class DistributeTranspilerConfig:
     geo_sgd_block_on_pull: bool
     merge: Mapping[str, str] | None
     sparse: Mapping[str, Embedding] | Literal["auto"] | None
+    dgc: DGCMomentum | None
 
     def __init__(self, **options: Any) -> None:
         for name, value in {**DEFAULTS, **EXTENSIONS, **options}.items():
@@ -375,7 +380,8 @@ class DistributeTranspilerConfig:
                 raise ConfigAssertionError(
                     "enable_dc_asgd=True needs sync_mode=False: synchronous gradients have no delay"
                 )
-            return Sync()
+            return Sync(compress=None if self.dgc is None else self.dgc.topk)
+        self._refuse(("dgc",), "sync_mode=True, it is False")
         if self.completely_not_async:
             return Sync(runtime_split=True)
         compensation = delay if self.enable_dc_asgd else None
@@ -452,16 +458,17 @@ class DistributeTranspilerConfig:
                 f"collective_mode must be {known} with mode='collective', it is {kind!r}"
             )
         self._check_sparse()
+        check_type("dgc", self.dgc, (DGCMomentum, type(None)), "a dtrans.paddle.DGCMomentum")
         if self.mode != "pserver":
             self._refuse(
-                (*_PSERVER_OPTIONS, "runtime_split_send_recv", "sparse", *_GEO_OPTIONS),
+                (*_PSERVER_OPTIONS, "runtime_split_send_recv", "sparse", "dgc", *_GEO_OPTIONS),
                 f"mode='pserver', but mode is {self.mode!r}",
             )
             return
         self._refuse(_NCCL2_OPTIONS, "mode='nccl2', but mode is 'pserver'")
         if self.geo_sgd_mode:
             self._refuse(
-                (*_PSERVER_OPTIONS, *_CLIP_OPTIONS, "merge"),
+                (*_PSERVER_OPTIONS, *_CLIP_OPTIONS, "merge", "dgc"),
                 "geo_sgd_mode=False: in GEO-SGD trainers update their own parameters",
             )
             return

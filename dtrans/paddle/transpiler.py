@@ -140,6 +140,8 @@ class DistributeTranspiler:
                 f"trainers is {trainers!r}; expected a number of trainers in pserver mode (a list "
                 "of endpoints is for mode='nccl2')"
             )
+        if self.config.dgc is not None:
+            self.config.dgc.check_trainers(trainers)
         plan = pserver(
             program,
             startup_program,

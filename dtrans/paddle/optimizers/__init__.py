@@ -31,8 +31,8 @@ Paddle's optimizers clip, then regularize, then update. Chain transformations in
 
 For L1Decay, put an `optax.stateless` that adds c·sign(param) in place of `l2_decay`. Use
 `optax.partition` for learning rates by parameter, `optax.lookahead` for Lookahead, and
-`optax.incremental_update` for ExponentialMovingAverage. In place of DGCMomentum, pass
-`mode=dtrans.Sync(compress=dtrans.TopK(...))` to `dtrans.pserver`, with `sgd`. ModelAverage has no
+`optax.incremental_update` for ExponentialMovingAverage. In place of DGCMomentum, use
+`sgd` with `DistributeTranspilerConfig(dgc=dtrans.paddle.DGCMomentum(...))`. ModelAverage has no
 counterpart.
 
 The arguments `need_clip`, `apply_decay_param_fun` and `exclude_from_weight_decay_fn` select
