@@ -38,6 +38,7 @@ from dtrans.ir.folding import Alias, are_equal, fold, is_number, number_by_numpy
 from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 from dtrans.ir.program import Program
+from dtrans.step.gradients import InlinedStep
 from dtrans.step.halves import divide_step
 from dtrans.step.marks import mark_p
 from dtrans.step.trace import guess_roles
@@ -78,6 +79,12 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
     if set(without_gradient).isdisjoint(params):
         return main
     return main.rewritten(lambda other: _without_updates(other, without_gradient, zeros))
+
+
+def unchanged_leaves(step: InlinedStep) -> set[str]:
+    """Return the leaves of the first argument whose new value is the old value plus zeros."""
+    folded = _folded(step.jaxpr, {})
+    return {n for n in step.params if folded.of(step.outs[n]).value == Alias(step.vars[n])}
 
 
 def changed_leaves(program: Program, leaves: Iterable[str]) -> list[str]:

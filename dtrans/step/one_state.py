@@ -9,7 +9,8 @@ dict of models. So this module assigns a kind to each leaf of the state. The equ
 compute the leaf decide its kind, not its name:
 
     parameter    forward reads the leaf, and the leaf's new value depends on its gradient
-    constant     the step returns the leaf unchanged; forward reads the leaf, or no equation does
+    constant     the step returns the leaf unchanged, or adds zeros to it (optax.set_to_zero);
+                 forward reads the leaf, or no equation does
     statistics   the new value depends on the batch, but on no gradient: running means, or a count
                  of rows that no other state reads
     key          a typed random key, which the step splits
@@ -41,6 +42,7 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.program import Program
 from dtrans.ir.pytree import TreeSpec, array_leaves, as_array, combine, unused_name
 from dtrans.ir.selection import values_at
+from dtrans.step.frozen import unchanged_leaves
 from dtrans.step.gradients import InlinedStep, candidates_for, counts_rows, crossing, marked
 from dtrans.step.trace import children
 
@@ -206,13 +208,16 @@ def kinds_of(step: InlinedStep) -> dict[str, str]:
     used: set[Var] = set()
     for eqn in step.eqns:
         used.update(variables(eqn.invars))
+    # An update of zeros (optax.set_to_zero) does not make a leaf optimizer state: a clip before it
+    # may read the gradient of the leaf.
+    unchanged = unchanged_leaves(step)
 
     def kind(name: str) -> str:
         before, after = step.vars[name], step.outs[name]
         bits = bits_of(enters, after)
         if name in parameters:
             return PARAMETER
-        if after is before:
+        if name in unchanged:
             only_update_reads = name not in read and before in used
             return OPTIMIZER if only_update_reads else CONSTANT
         if bits == by_batch:

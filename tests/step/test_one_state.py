@@ -268,14 +268,7 @@ FOUND = {  # optimizers of an nnx model whose gradients are not marked
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    # servers refuse the frozen leaf of one state, which is no parameter there, after a clip
-    [
-        (name, mode)
-        for name in FOUND
-        for mode in ("nccl2", "stage 3", "pserver")
-        if (name, mode) != ("frozen after a clip", "pserver")
-    ],
+    ("name", "mode"), [(name, mode) for name in FOUND for mode in ("nccl2", "stage 3", "pserver")]
 )
 def test_gradients_of_an_nnx_model_are_found(name: str, mode: str) -> None:
     def build(key: jax.Array) -> Any:
