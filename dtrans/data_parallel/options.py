@@ -144,6 +144,7 @@ class Options:
     # inputs of micro-steps that trainers compute before the scan
     precomputed: PrecomputedMicroSteps | None = None
     noun: str = "trainer"  # the word for a trainer in errors
+    is_pipeline: bool = False  # True for the replicas of a pipeline's stage
 
     def __post_init__(self) -> None:
         expected = "a positive number of trainers"
@@ -184,10 +185,14 @@ class Options:
             )
 
     def check_exact(self) -> None:
-        """Raise ConfigError if an option is set that makes sense only with `batch="local"`."""
+        """Raise ConfigError if an option is set that makes sense only with `batch="local"`.
+
+        Pipelines call this kind of batch "micro".
+        """
         b = self.batch
         if not b.exact:
             b.check_axes()
+        kind, part = ("micro", "micro-batch") if self.is_pipeline else ("local", self.noun)
         local_options = {
             "reduce": self.reduce.op,
             "example_count": b.example_count,
@@ -196,9 +201,9 @@ class Options:
         for name, value in local_options.items():
             if b.exact and value is not None:
                 raise ConfigError(
-                    f"{name}={value!r} needs batch='local', where each {self.noun} computes "
-                    f"separate results; leave {name} out to get one device's results, or pass "
-                    "batch='local'"
+                    f"{name}={value!r} needs batch={kind!r}, where each {part} computes separate "
+                    f"results; leave {name} out to get one device's results, or pass "
+                    f"batch={kind!r}"
                 )
 
     @property

@@ -257,7 +257,12 @@ class PipelineOptions:
         norm = self.reduce.clip_per_step(self.num_micro_batch)
         reduce = dataclasses.replace(self.reduce, clip_local_norm=norm, clip_local_per="step")
         return Options(
-            trainers=self.replicas, axis_name=AXIS, reduce=reduce, batch=self.batch, noun="replica"
+            trainers=self.replicas,
+            axis_name=AXIS,
+            reduce=reduce,
+            batch=self.batch,
+            noun="replica",
+            is_pipeline=True,
         )
 
     @property

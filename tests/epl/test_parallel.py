@@ -304,5 +304,5 @@ def test_an_exact_batch_infers_the_reduction(programs: Any) -> None:
     explicit = dtrans.epl.pipeline(*programs, ALWAYS | {key: "mean"}, batch="exact")
     assert str(implicit) == str(explicit)
     assert any(note.startswith("exact: ") for note in implicit.notes)
-    with pytest.raises(ConfigError, match=f"{key}='sum' needs batch='local'"):
+    with pytest.raises(ConfigError, match=f"{key}='sum' needs batch='micro'"):
         dtrans.epl.pipeline(*programs, ALWAYS | {key: "sum"}, batch="exact")

@@ -176,6 +176,12 @@ def test_a_result_that_needs_the_full_loss_is_refused_with_a_remedy(
     planned(lambda *args: step(*args)[:3], start, X)
 
 
+def test_a_merge_of_an_exact_batch_names_the_batch_of_a_pipeline() -> None:
+    merged = dtrans.Batch(merge={"loss": "sum"})
+    with pytest.raises(ConfigError, match="needs batch='micro', where each micro-batch computes"):
+        planned(by_arguments, start, X, 0.1, SCALES, batch=merged)
+
+
 # -- state that the loss reads -------------------------------------------------------------------
 
 
