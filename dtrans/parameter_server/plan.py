@@ -124,6 +124,8 @@ class ServedUpdate:
         update.
       fixed_size: name of an output of the update that is wrong for other batch sizes than the
         traced one. Empty if the plan works with all batch sizes.
+      has_one_size: True if the step can be traced neither with twice nor with half the planned
+        rows. dtrans then does not know if the update depends on the batch size.
     """
 
     frozen: tuple[str, ...] = ()
@@ -132,6 +134,7 @@ class ServedUpdate:
     sized: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
     sent_values: tuple[str, ...] = ()
     fixed_size: str = ""
+    has_one_size: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

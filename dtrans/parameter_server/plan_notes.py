@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtrans.batch.exact_step import shard_step
-from dtrans.errors import BatchError
+from dtrans.errors import BatchError, TraceError
 from dtrans.parameter_server.exchange_rounds import TRAINERS
 from dtrans.step.halves import divide_step
 from dtrans.step.scopes import ignored_split_notes
@@ -57,12 +57,14 @@ def _batch_notes(plan: Any) -> list[str]:
     step = divide_step(plan.main).with_reported()
     try:
         return [shard_step(step, plan.options.batch, plan.trainers, TRAINERS).local_note]
-    except BatchError as e:
-        # This is a note and no error, because the plan works if the user replicates the arrays that
-        # the error names: `plan.on_mesh(unsplit_inputs=...)`.
+    except (BatchError, TraceError) as e:
+        # This is a note and no error, because the plan works: the user may replicate the arrays
+        # that a BatchError names (`plan.on_mesh(unsplit_inputs=...)`), and trainers need no trace
+        # of the full batch.
+        reason = str(e).partition("\n")[0]
         return [
             "local: each trainer computes its own numbers, and the updates average these; dtrans "
-            f"could not compare them with one device's numbers: {e}"
+            f"could not compare them with one device's numbers: {reason}"
         ]
 
 
@@ -126,5 +128,11 @@ def _update_notes(plan: Any) -> list[str]:
             f"the new {plan.update.fixed_size} depends on the batch size, so each batch must have "
             f"{plan.shared.rows} rows ({plan.trainers} times the traced batch); for another size "
             "trace the step with the batch of one trainer"
+        )
+    if plan.update.has_one_size:
+        notes.append(
+            "the step can be traced neither with twice nor with half the planned rows, so dtrans "
+            "does not know if the update depends on the batch size; pass batches of the planned "
+            "size"
         )
     return notes

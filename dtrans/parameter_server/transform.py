@@ -324,6 +324,7 @@ def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig
         sized=step.optimize if step.numbers else None,
         sent_values=tuple(sent_values),
         fixed_size=fixed_size,
+        has_one_size=comm.numbers.has_one_size,
     )
 
 
@@ -422,7 +423,7 @@ def batch_size_numbers(
         except TraceError:  # a buffer in the state may have fewer rows than the larger batch
             continue
     else:  # the user's step works with one batch size only
-        return BatchNumbers()
+        return BatchNumbers(has_one_size=True)
     traced = comm.hand_over(step)
     for n, a in traced.handed.items():
         grows = n in other.handed and other.handed[n].aval.shape != a.aval.shape

@@ -48,10 +48,13 @@ class BatchNumbers:
       spots: maps the name of each number to the operands and outputs that the number replaces.
       fixed: outputs of the update that depend on the batch size otherwise, such as by their shape.
         An input cannot replace the batch size there.
+      has_one_size: True if the step could not be traced with another batch size. It is unknown
+        whether the update depends on the batch size.
     """
 
     spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
+    has_one_size: bool = False
 
     def taken_by(self, step: DividedStep) -> DividedStep:
         """Return a divided step with an update that reads these numbers from inputs.

@@ -142,6 +142,26 @@ def test_servers_advance_the_position_in_a_buffer_that_holds_few_batches() -> No
     np.testing.assert_allclose(found["bank"], alone["bank"], rtol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{"trainers": 1}, {"trainers": 2, "batch": "local"}])
+def test_a_plan_says_that_a_step_has_one_batch_size(options: Any) -> None:
+    """The step compares its batch with the rows of the last batch, which the state contains."""
+
+    def start(key: jax.Array) -> Any:
+        return {"p": init(key)[0], "last": jnp.ones((12, 6))}
+
+    def step(s: Any, x: jax.Array) -> Any:
+        changed = jax.lax.stop_gradient(x - s["last"])
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((changed @ p["w"]) ** 2))(s["p"])
+        new = optax.apply_updates(s["p"], jax.tree.map(lambda a: -0.1 * a / len(x), g))
+        return {"p": new, "last": x}, loss
+
+    key = jax.random.key(0)
+    main, startup = dtrans.trace(step, start(key), rows(12)), dtrans.trace(start, key)
+    plan = dtrans.pserver(main, startup, pservers="127.0.0.1:1", **options)
+    assert "traced neither with twice nor with half the planned rows" in str(plan)
+    assert "traced neither" not in str(planned("pserver", counted, rows(12), **options))
+
+
 @pytest.mark.parametrize("trainers", [1, 2])
 def test_a_server_of_local_trainers_has_the_number_of_a_part(trainers: int) -> None:
     job = planned("pserver", counted, rows(12), trainers=trainers, batch="local").simulate()
