@@ -282,8 +282,8 @@ FAULTS = (
     ),
     Fault(
         "step/halves.py",
-        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions",
-        "return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions[1:]",
+        "return UpdateProgram(jaxpr, in_names, tuple(out_names)), used, positions",
+        "return UpdateProgram(jaxpr, in_names, tuple(out_names)), used, positions[1:]",
         ("step/test_halves.py", "parameter_server/test_transform.py"),
         "step/test_halves.py::test_roles_are_exact[sgd]",
     ),

@@ -73,7 +73,7 @@ def test_a_users_function_is_named_wherever_its_file_lies(tmp_path, name):
     plan = dtrans.pserver(
         *user["programs"](user["mixing"]()), pservers="127.0.0.1:6174,127.0.0.1:6175"
     )
-    assert plan.placement.unsliced == {"params/w": "cumsum mixes rows of f32[6,5] (mixing)"}
+    assert plan.placement.reasons_unsliced == {"params/w": "cumsum mixes rows of f32[6,5] (mixing)"}
 
 
 def test_a_transformation_of_optax_is_named_beside_a_users_script(tmp_path):
@@ -81,7 +81,7 @@ def test_a_transformation_of_optax_is_named_beside_a_users_script(tmp_path):
     plan = dtrans.pserver(
         *user["programs"](optax.contrib.muon(0.1)), pservers="127.0.0.1:6174,127.0.0.1:6175"
     )
-    (reason,) = plan.placement.unsliced.values()
+    (reason,) = plan.placement.reasons_unsliced.values()
     assert reason.endswith("(optax.contrib.scale_by_muon)"), reason
 
 

@@ -59,7 +59,7 @@ def test_servers_send_partial_results_to_each_other() -> None:
     found = {t.source: t.nbytes for t in plan.transfers() if t.target == "other pservers"}
     # For each of its leaves, a server sends a sum of squares (a float32) to the other server.
     leaves = dict.fromkeys(ENDPOINTS, 0)
-    for block in plan.placement.table:
+    for block in plan.placement.all_blocks:
         leaves[block.endpoint] += 4
     assert found == leaves
 

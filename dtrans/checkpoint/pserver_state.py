@@ -174,7 +174,7 @@ def initial_sources(
         variable = plan.servers[endpoint].variables[row.slice_name]
         if variable.wire is not None:
             continue
-        source: str | None = variable.of
+        source: str | None = variable.init_output
         if variable.origin in saved:
             source = variable.origin
         elif variable.zeros:

@@ -64,7 +64,7 @@ from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured_if_marked
 from dtrans.step.forward_backward import (
     ready_order,
-    refuse_across,
+    refuse_inseparable,
     refuse_nested,
     write_trainer_half,
 )
@@ -342,7 +342,7 @@ def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
         remedy = ""
         if options.local_sgd is None:
             remedy = "Or pass batch='exact', where one program computes both"
-        refuse_across(step, f"which differs by {options.noun}", remedy=remedy)
+        refuse_inseparable(step, f"which differs by {options.noun}", remedy=remedy)
 
 
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:

@@ -249,7 +249,7 @@ def _plan(
     for k, found in entered.bodies.items():
         # the condition must be replicated: shards with different numbers of iterations would hang
         condition = SHARED if rows is None else rows
-        ends = [condition] if indices.outs[k] is None else _drop_closed(entered.ends[k])
+        ends = [condition] if indices.outs[k] is None else _drop_closed(entered.body_outs[k])
         added = carried if indices.outs[k] else 0
         if list(found.outs) != ends:
             found = write(bodies(eqn)[k], body_ins[k], ends, added)

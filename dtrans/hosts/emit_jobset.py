@@ -69,7 +69,7 @@ def _job(parts: EmitParts, kind: str, image: str) -> dict[str, Any]:
     }
     if kind == "pserver" or not parts.servers:
         container["ports"] = [{"containerPort": PORT}]
-        if parts.observed:
+        if parts.answers_status:
             container["ports"].append({"containerPort": PORT + 1})
     if kind == "pserver":
         container["readinessProbe"] = {"tcpSocket": {"port": PORT}, "periodSeconds": 5}
@@ -103,7 +103,7 @@ def _variables(parts: EmitParts, kind: str) -> list[dict[str, Any]]:
         "DTRANS_TRAINERS": str(parts.trainers),
         parts.variable: ",".join(endpoints),
     }
-    if parts.observed:
+    if parts.answers_status:
         plain[STATUS] = at(0, PORT + 1)
     secret = {"name": f"{parts.name}-token", "key": "token"}
     found: list[dict[str, Any]] = [{"name": "DTRANS_TOKEN", "valueFrom": {"secretKeyRef": secret}}]

@@ -27,8 +27,8 @@ class EmitParts:
       servers: number of servers.
       trainers: number of trainers.
       variable: name of the environment variable that lists all endpoints.
-      observed: True if trainer 0 answers `dtrans status`, at one port above all endpoints. Jobs
-        with servers do not need this, since servers answer.
+      answers_status: True if trainer 0 answers `dtrans status`, at one port above all endpoints.
+        Jobs with servers do not need this, since servers answer.
       cores: processors for each role; None if the user named no number.
     """
 
@@ -38,7 +38,7 @@ class EmitParts:
     servers: int
     trainers: int
     variable: str
-    observed: bool
+    answers_status: bool
     cores: int | None
 
 

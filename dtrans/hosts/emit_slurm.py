@@ -224,10 +224,10 @@ def _observers(parts: EmitParts) -> list[str]:
     Without servers, they also set the endpoint at which trainer 0 answers.
     """
     lines, shown = [], f"${{{parts.variable}//,/ }}"
-    if parts.observed:
+    if parts.answers_status:
         first = f"${{{parts.variable}%%:*}}:$((port + 1))"
         lines, shown = [f"export {STATUS}=${{{STATUS}:-{first}}}"], f"${STATUS}"
-    if parts.observed or parts.servers:
+    if parts.answers_status or parts.servers:
         lines.append(f'echo "this job answers: dtrans status {shown}"')
     return lines
 

@@ -115,7 +115,7 @@ def emit_ssh(table: RoleTable) -> str:
     # the endpoints for `dtrans status`
     listed = f"{parts.variable}=$endpoints"
     observers = []
-    if parts.observed:
+    if parts.answers_status:
         listed += f" {STATUS}=$observers"
         observers.append(f"observers=${{endpoints%%:*}}:{PORT + parts.trainers}")
     elif parts.servers:

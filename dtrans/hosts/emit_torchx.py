@@ -104,7 +104,7 @@ def emit_torchx(table: RoleTable, image: str = IMAGE) -> str:
     # `$$` escapes `$`, which begins a macro of TorchX
     command = [a.replace("$", "$$") for a in parts.argv]
     environment = {k: v.replace("$", "$$") for k, v in parts.environment.items()}
-    observers = f'        "{STATUS}": at(0, port + 1),\n' if parts.observed else ""
+    observers = f'        "{STATUS}": at(0, port + 1),\n' if parts.answers_status else ""
     return _FILE.format(
         title=table.title,
         bound="pserver" if parts.servers else "trainer",

@@ -69,10 +69,10 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
       rule: (equation, facts of its operands) -> facts of its outputs. If it returns None, the
         driver enters the equation's bodies; outputs of an equation without bodies get the default.
       default: (type, value) -> fact of a literal or constant; the value is None if unknown.
-      turn: fact of a scanned array -> fact of the slice that one iteration reads.
+      slice_fact: fact of a scanned array -> fact of the slice that one iteration reads.
       stack: fact of one iteration's output -> fact of the stacked outputs.
-      fit: (result of `turn`, type of the slice) -> the fact without entries that a value of this
-        type cannot have.
+      fit: (result of `slice_fact`, type of the slice) -> the fact without entries that a value of
+        this type cannot have.
       decide: (fact of a condition, fact of a value) -> new fact of the value. The condition selects
         the branch that computes the value, or the number of iterations.
       branch: fact of the index of a `cond` -> index of the branch; None if unknown.
@@ -81,7 +81,7 @@ class ForwardAnalysis(NamedTuple, Generic[Fact]):
     join: Callable[[Fact, Fact], Fact]
     rule: Callable[[JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
     default: Callable[[Any, Any], Fact]
-    turn: Callable[[Fact], Fact] = _same
+    slice_fact: Callable[[Fact], Fact] = _same
     stack: Callable[[Fact], Fact] = _same
     fit: Callable[[Fact, Any], Fact] = _of_any_type
     decide: Callable[[Fact, Fact], Fact] = _undecided
@@ -97,7 +97,7 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
         driver enters the equation's bodies; operands of an equation without bodies get the default.
         An equation is skipped if all its outputs have the default.
       default: fact of a value that nothing reads; the lowest fact.
-      turn: fact of the stacked outputs of a scan -> fact of one iteration's output.
+      slice_fact: fact of the stacked outputs of a scan -> fact of one iteration's output.
       stack: fact of the slice that one iteration reads -> fact of the scanned array.
       decide: joined facts of the outputs -> fact of the condition, which selects the branch or the
         number of iterations.
@@ -106,7 +106,7 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
     join: Callable[[Fact, Fact], Fact]
     rule: Callable[[JaxprEqn, Sequence[Fact]], Sequence[Fact] | None]
     default: Fact
-    turn: Callable[[Fact], Fact] = _same
+    slice_fact: Callable[[Fact], Fact] = _same
     stack: Callable[[Fact], Fact] = _same
     decide: Callable[[Fact], Fact] = _same
 
@@ -123,7 +123,7 @@ class Entered(NamedTuple, Generic[Fact, Result]):
       bodies: index of a body in `bodies(eqn)` -> result of `run` for the body. Branches that are
         never taken are absent.
       decision: fact of the condition of a `while`, or of the index of a `cond`.
-      ends: index of a body -> facts of its outputs, joined over iterations and branches; only
+      body_outs: index of a body -> facts of its outputs, joined over iterations and branches; only
         `enter` sets it.
     """
 
@@ -131,7 +131,7 @@ class Entered(NamedTuple, Generic[Fact, Result]):
     outs: list[Fact]
     bodies: dict[int, Result]
     decision: Fact | None = None
-    ends: Mapping[int, Sequence[Fact]] = MappingProxyType({})
+    body_outs: Mapping[int, Sequence[Fact]] = MappingProxyType({})
 
 
 # forward:  (index of a body, body, facts of its inputs) -> (result, facts of its outputs)
@@ -176,7 +176,7 @@ def enter(
 
     operands = list(ins)
     for i in indices.slices:
-        operands[i] = analysis.fit(analysis.turn(ins[i]), opened(inner[0]).invars[i].aval)
+        operands[i] = analysis.fit(analysis.slice_fact(ins[i]), opened(inner[0]).invars[i].aval)
     operands, outs = _settle(analysis.join, operands, indices.carried, turn)
     for i, j in indices.carried.items():
         outs[j] = operands[i]
@@ -218,7 +218,7 @@ def enter_backward(
 
     ends = list(outs)
     for j in indices.stacks:
-        ends[j] = analysis.turn(outs[j])
+        ends[j] = analysis.slice_fact(outs[j])
     ends, operands = _settle(analysis.join, ends, invert(indices.carried), turn)
     for i, j in indices.carried.items():
         operands[i] = ends[j]

@@ -25,7 +25,7 @@ from dtrans.ir.display import short_type
 from dtrans.ir.pytree import is_under
 from dtrans.ir.selection import subset
 from dtrans.step.frozen import changed_leaves
-from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, Name, UpdateProgram
 
 
 def choose_averages(step: DividedStep, merge: Mapping[str, str]) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
         gradients=gradients,
         optimized=tuple(optimized),
         frozen=tuple(n for n in step.frozen if n not in leaves),
-        optimize=OptimizeHalf(jaxpr, (*inputs, *average_inputs), tuple(outputs)),
+        optimize=UpdateProgram(jaxpr, (*inputs, *average_inputs), tuple(outputs)),
     )
 
 

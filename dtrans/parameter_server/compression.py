@@ -431,10 +431,10 @@ def compress_work(
                     )
             wires[block.name], sent[block.name] = wire, name
             variables[name] = dataclasses.replace(
-                work.variables[block.name], beside=beside, wire=wire
+                work.variables[block.name], extra_name=beside, wire=wire
             )
     updates = tuple(_compressed_update(x, wires, compression) for x in work.blocks)
-    return dataclasses.replace(work, blocks=updates, variables=variables, sent=sent)
+    return dataclasses.replace(work, blocks=updates, variables=variables, compressed_copies=sent)
 
 
 def _compressed_update(

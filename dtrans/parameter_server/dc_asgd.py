@@ -86,7 +86,7 @@ def compensate(
             added = _backups(block, variables[block.name], trainers, delay)
             names = [*added, block.name + BACKUP]
             for variable in added.values():
-                names.append(variable.beside)
+                names.append(variable.extra_name)
             for name in names:
                 if name in variables or name in leaves:
                     raise ConfigError(
@@ -109,10 +109,12 @@ def _backups(
     if not block.is_table:
         for k in range(trainers):
             beside = backup_of(block.leaf, k)
-            added[backup_of(block.name, k)] = dataclasses.replace(param, beside=beside, zeros=False)
+            added[backup_of(block.name, k)] = dataclasses.replace(
+                param, extra_name=beside, zeros=False
+            )
     if delay.decay is not None:
         beside = block.leaf + MEAN_SQUARE
-        added[block.name + MEAN_SQUARE] = dataclasses.replace(param, beside=beside, zeros=True)
+        added[block.name + MEAN_SQUARE] = dataclasses.replace(param, extra_name=beside, zeros=True)
     return added
 
 

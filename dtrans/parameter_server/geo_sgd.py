@@ -71,7 +71,7 @@ from dtrans.slicing.blocks import Block, Placement, Unit
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.forward_backward import write_trainer_half
-from dtrans.step.halves import GRAD, DividedStep, Gradient, OptimizeHalf, divide_step
+from dtrans.step.halves import GRAD, DividedStep, Gradient, UpdateProgram, divide_step
 from dtrans.step.observers import callers_of
 from dtrans.step.startup import match_startup
 
@@ -173,7 +173,7 @@ def with_added_changes(step: DividedStep) -> DividedStep:
         inputs[leaf] = b.input(outs[leaf].aval)
     for leaf in step.optimized:
         sums += b.call(jax.lax.add, inputs[leaf], inputs[Gradient(leaf)])
-    half = OptimizeHalf(b.build(sums), tuple(inputs), step.optimized)
+    half = UpdateProgram(b.build(sums), tuple(inputs), step.optimized)
     gradients = subset(outs, step.optimized)
     return dataclasses.replace(step, optimize=half, gradients=gradients, opt_state=())
 

@@ -175,7 +175,7 @@ def overview_of(
     found: list[VarDistributed] = []
     for endpoint, variables in servers.items():
         for name, x in variables.items():
-            origin_type = types[x.of]
+            origin_type = types[x.init_output]
             stored = x.stored_type(origin_type)
             axis, offset = (x.part.axis, x.part.first) if x.part else (0, 0)
             vtype: VariableKind = "Optimizer"

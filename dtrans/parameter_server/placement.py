@@ -109,7 +109,7 @@ def dispatched(placement: Placement, split_method: type[PSDispatcher]) -> Placem
     tied: list[Unit] = []
     fixed: list[Block] = []  # dispatchers do not choose the servers of buckets
     for leaf in placement.blocks:
-        if leaf in placement.unsliced:
+        if leaf in placement.reasons_unsliced:
             # The leaves of a unit share one server. The unit has the name of its first leaf, so
             # this adds it once.
             if leaf in unit_by_name:

@@ -38,7 +38,7 @@ from dtrans.plan import Plan
 from dtrans.slicing.blocks import Placement
 from dtrans.slicing.server_update import ServerVariable
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.halves import OptimizeHalf
+from dtrans.step.halves import UpdateProgram
 from dtrans.transfers import RoleTransfer, Transfers
 
 
@@ -131,7 +131,7 @@ class ServedUpdate:
     frozen: tuple[str, ...] = ()
     unsent: tuple[str, ...] = ()
     shared_state: tuple[str, ...] = ()
-    sized: OptimizeHalf | None = dataclasses.field(default=None, repr=False)
+    sized: UpdateProgram | None = dataclasses.field(default=None, repr=False)
     sent_values: tuple[str, ...] = ()
     fixed_size: str = ""
     has_one_size: bool = False
@@ -325,7 +325,7 @@ class PServerPlan(Plan):
         at different addresses.
         """
         index = number_items(self.servers)
-        blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.table]
+        blocks = [(b.name, b.span, index[b.endpoint]) for b in self.placement.all_blocks]
         options = {n: fingerprint.canonical_text(x) for n, x in vars(self.options).items()}
         update = {}
         if self.update.sized is not None:
@@ -472,7 +472,7 @@ class PServerPlan(Plan):
     def rows(self) -> list[tuple[str, str, str, str]]:
         """The placement table: block, rows, bytes, endpoint."""
         table = []
-        for b in self.placement.table:
+        for b in self.placement.all_blocks:
             rows = "-" if b.span is None else str(b.span)
             table.append((b.name, rows, f"{b.nbytes:,}", b.endpoint))
         return table

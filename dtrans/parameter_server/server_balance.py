@@ -96,7 +96,7 @@ def _state_bytes(
       overview: the arrays on the plan's servers.
       unit_of: name of the unit of each state array, by the array's name.
     """
-    params = {b.name for b in placement.table}
+    params = {b.name for b in placement.all_blocks}
     state: dict[str, int] = {}
     shared: dict[str, int] = {}  # the keys are names, so that copies on several servers count once
     for row in overview:

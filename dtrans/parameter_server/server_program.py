@@ -100,7 +100,7 @@ class ServerProgramWriter:
         param_names = []
         for block in self._blocks(endpoint):
             if not block.is_table:
-                param_names.append(work.sent.get(block.name, block.name))
+                param_names.append(work.compressed_copies.get(block.name, block.name))
         # Trainers also receive the optimizer state that their forward pass reads.
         for n in self.spec.requested:
             if self.spec.holder_of(n) == endpoint:
@@ -136,7 +136,7 @@ class ServerProgramWriter:
 
     def _type(self, variable: ServerVariable) -> Any:
         """Return the type of a server's array."""
-        return variable.stored_type(self.types[variable.of])
+        return variable.stored_type(self.types[variable.init_output])
 
     def _state_spec(self, work: ServerWork) -> TreeSpec:
         """Return the structure of a server's state: a dict of its arrays."""
@@ -184,7 +184,7 @@ class ServerProgramWriter:
         # arrays that the server adds for the block, such as the mean squares of DC-ASGD
         beside = []
         for n, x in work.variables.items():
-            if x.beside and (x.of, x.block) == (b.leaf, b.index):
+            if x.extra_name and (x.init_output, x.block) == (b.leaf, b.index):
                 beside.append(n)
         initial_values = None
         if table.zero.initial_values is not None:
@@ -202,7 +202,7 @@ class ServerProgramWriter:
             table.changes_unread_rows,
             initial_values,
             limit,
-            leaf_moves=b.leaf in table.zero.moves,
+            leaf_moves=b.leaf in table.zero.changes,
             on_trainers=table.on_trainers,
             staleness=table.staleness,
             row_filter=table.row_filter,
@@ -241,7 +241,7 @@ class ServerProgramWriter:
                 )
 
         names = [n for n in spec.names if n not in found]
-        parts = [(init_outs[variables[n].of], _find_slice(variables[n])) for n in names]
+        parts = [(init_outs[variables[n].init_output], _find_slice(variables[n])) for n in names]
         for n, value in zip(names, write_parts(b, self.startup.jaxpr, parts), strict=True):
             found[n] = value
             if variables[n].zeros:
@@ -265,7 +265,7 @@ class ServerProgramWriter:
         if table.updates_all or any(variables[n].zeros for n in table.arrays):
             return False
         for n in table.arrays:
-            part, value = variables[n].part, self.startup.outvars[variables[n].of]
+            part, value = variables[n].part, self.startup.outvars[variables[n].init_output]
             if part is None or not makes_rows(self.startup.jaxpr, value, part.axis):
                 return False
         return True
@@ -286,7 +286,7 @@ class ServerProgramWriter:
         for n in table.arrays:
             part = variables[n].part
             if part is not None:
-                wanted.append((self.startup.outvars[variables[n].of], part.axis))
+                wanted.append((self.startup.outvars[variables[n].init_output], part.axis))
         return eliminate_dead(b.build(write_rows(b, self.startup.jaxpr, wanted, leaf_ids)))
 
 
@@ -294,7 +294,7 @@ def _find_slice(x: ServerVariable) -> Slice | None:
     """Return the slice of an initial array that a server stores; None for the full array."""
     if x.buckets is None or x.part is None:
         return x.part
-    return BucketRows(x.buckets).of(RowAxis(x.of, x.part.axis))
+    return BucketRows(x.buckets).of(RowAxis(x.init_output, x.part.axis))
 
 
 @functools.cache

@@ -115,7 +115,7 @@ class StepTraffic:
     def _to_server(self, endpoint: str) -> dict[str, int]:
         """Return the bytes that a trainer sends to a server in a step, by kind of value."""
         gradients = 0
-        for b in self.placement.table:
+        for b in self.placement.all_blocks:
             if b.endpoint == endpoint and not b.is_table and b.leaf not in self.unsent:
                 gradients += nbytes(self.compression.sent_gradient(b))
         found = {"changes" if self.push_every else "gradients": gradients}
@@ -129,7 +129,7 @@ class StepTraffic:
     def _from_server(self, endpoint: str) -> dict[str, int]:
         """Return the bytes that a server sends to a trainer in a step, by kind of value."""
         parameters = 0
-        for b in self.placement.table:
+        for b in self.placement.all_blocks:
             if b.endpoint == endpoint and not b.is_table:
                 parameters += nbytes(self.compression.sent_param(b))
         found = {"parameters": parameters}
@@ -203,7 +203,7 @@ class StepTraffic:
     def bytes_per_step(self) -> dict[str, int]:
         """Bytes that a trainer sends ("send") and receives ("recv"); an upper bound for tables."""
         send = recv = 0
-        for b in self.placement.table:
+        for b in self.placement.all_blocks:
             if not b.is_table:
                 recv += nbytes(self.compression.sent_param(b))
                 if b.leaf not in self.unsent:

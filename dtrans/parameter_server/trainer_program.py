@@ -82,14 +82,14 @@ class TrainerCommConfig:
         servers that need it.
       state_servers: for each array of the optimizer state that the forward pass reads, its server.
       tables: embedding tables. Trainers request single rows of a table instead of the full leaf.
-      calls_once: True if only trainer 0 calls host callbacks.
+      callbacks_on_first_trainer: True if only trainer 0 calls host callbacks.
       scale: factor by which trainers multiply gradients. Servers average gradients. If the full
         gradient is the sum of the trainers' gradients, the factor is therefore the number of
         trainers; otherwise it is 1.
-      numbers: numbers in the update that depend on the batch size, such as 1/n. Trainers send them
-        with the gradients.
-      parts: names of the arrays of the batch. If the update reads a value that the forward pass
-        computes from these arrays, trainers send this value too. None if trainers cannot send
+      batch_size_numbers: numbers in the update that depend on the batch size, such as 1/n. Trainers
+        send them with the gradients.
+      batch_arrays: names of the arrays of the batch. If the update reads a value that the forward
+        pass computes from these arrays, trainers send this value too. None if trainers cannot send
         values; a step with such an update is then an error.
       compression: the types in which gradients and parameters are sent.
     """
@@ -104,9 +104,9 @@ class TrainerCommConfig:
     state_servers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scale: int = 1
     tables: tuple[str, ...] = ()
-    calls_once: bool = False
-    numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
-    parts: tuple[str, ...] | None = None
+    callbacks_on_first_trainer: bool = False
+    batch_size_numbers: BatchNumbers = dataclasses.field(default_factory=BatchNumbers)
+    batch_arrays: tuple[str, ...] | None = None
     compression: Compression = dataclasses.field(default_factory=Compression)
 
     def hand_over(self, step: DividedStep) -> DividedStep:
@@ -115,9 +115,9 @@ class TrainerCommConfig:
         Servers run the update, but only trainers run the forward pass. So trainers must send each
         value of the forward pass that the update reads.
         """
-        if self.parts is None:
+        if self.batch_arrays is None:
             return step
-        return hand_over(step, self.parts, drawn=True)
+        return hand_over(step, self.batch_arrays, drawn=True)
 
     def server_update(self, step: DividedStep) -> DividedStep:
         """Return the step with the optimizer's update as servers run it.
@@ -125,7 +125,9 @@ class TrainerCommConfig:
         This update has inputs for the values that trainers send. It also averages the leaves in
         `averages`.
         """
-        return add_averages(self.numbers.taken_by(self.hand_over(step)), self.averages)
+        return add_averages(
+            self.batch_size_numbers.as_inputs_of(self.hand_over(step)), self.averages
+        )
 
     @property
     def gradients_per_update(self) -> int:
@@ -249,7 +251,7 @@ def write_trainer(
     outs = {**source.outvars, **results, **new, **empty, **writer.new_rounding_errors}
     if comm.tables:
         without_unused(b, values_at(outs, out_names(step)))
-    if comm.calls_once and comm.trainers > 1:
+    if comm.callbacks_on_first_trainer and comm.trainers > 1:
         call_once(b, TRAINERS)
 
     def rewrite(source: Program) -> Program:

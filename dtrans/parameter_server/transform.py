@@ -89,7 +89,7 @@ from dtrans.slicing.server_spec import UpdateSpec, analyse_update
 from dtrans.slicing.server_update import ServerWork
 from dtrans.step.batch_numbers import BatchNumbers, numbers_of_size
 from dtrans.step.batch_sharing import Batch
-from dtrans.step.forward_backward import refuse_across, refuse_nested
+from dtrans.step.forward_backward import refuse_inseparable, refuse_nested
 from dtrans.step.halves import DividedStep, asks_for, divide_step
 from dtrans.step.handed_values import hand_over
 from dtrans.step.local_clip import clip_marked_gradients
@@ -208,7 +208,7 @@ def pserver(
 
     # Divide the step into forward and update, and split its batch.
     plain = divide_step(main)
-    refuse_across(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
+    refuse_inseparable(plain, TRAINERS_HAVE, may_send=isinstance(mode, Sync), remedy=SYNC_SENDS)
     parts = sent_parts(plain, batch, trainers, mode)
     check_arguments(plain, parts, batch, trainers, on_trainer_exit)
     check_callbacks(plain, trainers, mode, has_tables=sparse is not None)
@@ -225,12 +225,14 @@ def pserver(
         on_trainer_exit = refuse_paddle_exit(on_trainer_exit, shared)
 
     # Choose the communication, and derive the update that servers run.
-    comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), parts=parts)
+    comm = dataclasses.replace(trainer_comm(step, trainers, mode, batch), batch_arrays=parts)
     refuse_exchange_in_update(comm.hand_over(step))
     # If trainers run the user's step itself on their parts (`proven`), no number of its update
     # depends on the batch size.
     if comm.sync_mode and (shared is None or not shared.proven):
-        comm = dataclasses.replace(comm, numbers=batch_size_numbers(step, batch, comm, shared))
+        comm = dataclasses.replace(
+            comm, batch_size_numbers=batch_size_numbers(step, batch, comm, shared)
+        )
     step = comm.server_update(step)
     check_step(step, comm, on_trainer_exit, is_exact=shared is not None)
 
@@ -273,7 +275,7 @@ def pserver(
         tables=tables.names,
         argument_servers=argument_servers,
         state_servers=state_servers,
-        calls_once=calls_once,
+        callbacks_on_first_trainer=calls_once,
     )
     servers = ServerProgramWriter(
         step,
@@ -315,8 +317,8 @@ def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig
     if comm.trainers > 1:
         for n in step.handed:
             sent_values.append(source_line(step, n))
-        if comm.numbers.fixed:
-            fixed_size = comm.numbers.fixed[0]
+        if comm.batch_size_numbers.fixed:
+            fixed_size = comm.batch_size_numbers.fixed[0]
     return ServedUpdate(
         frozen=step.frozen,
         unsent=tuple(n for n in step.optimized if n not in step.gradients),

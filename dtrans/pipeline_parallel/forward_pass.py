@@ -56,8 +56,8 @@ class ForwardPass(HoldsJaxpr):
         forward and backward, and the update.
       jaxpr: the equations. The inputs of the jaxpr are the keys of `sources`. Its outputs are the
         loss, followed by `results`.
-      diff: maps an input of `jaxpr` to a parameter. The derivative with respect to this input is
-        the parameter's gradient.
+      parameter_of_input: maps an input of `jaxpr` to a parameter. The derivative with respect to
+        this input is the parameter's gradient.
       sources: maps an input of `jaxpr` to its value in the step: an input of the step, or an output
         of the prelude.
       prelude: the equations that the step runs before the loss function, to compute the values of
@@ -72,7 +72,7 @@ class ForwardPass(HoldsJaxpr):
 
     step: DividedStep
     jaxpr: ClosedJaxpr
-    diff: Mapping[Var, str]
+    parameter_of_input: Mapping[Var, str]
     sources: Mapping[Var, Atom]
     prelude: ClosedJaxpr
     loss: Atom

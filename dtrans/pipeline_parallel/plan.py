@@ -178,7 +178,7 @@ class PipelinePlan(Plan):
         found = omit(self.input_types, self.model.stacks)
         for n, runs in self.model.stacks.items():
             for rows in runs:
-                found[rows.name] = rows.part.of(self.main.inputs[n])
+                found[rows.name] = rows.part.type_in(self.main.inputs[n])
         return found
 
     def home(self, name: str) -> int | None:
@@ -186,7 +186,7 @@ class PipelinePlan(Plan):
 
         Return None if every stage stores it, such as a step count.
         """
-        return self.update.placed.home[name]
+        return self.update.placed.stage_of_input[name]
 
     def device_of(self, stage: int) -> int:
         """Return the index of the device that runs a stage, within each replica."""

@@ -240,20 +240,20 @@ class _UpdateSplitter:
         """Return the update of one shard."""
         for n, v in self.program.invars.items():
             if v in self.dims and v in self.exports:
-                stage = self.placed.home[n]
+                stage = self.placed.stage_of_input[n]
                 assert stage is not None, n
                 self._gather(v, stage)
         places: dict[Var, set[int]] = {}
         for p in self.placed.pieces:
             self._split_piece(p)
-            for v in p.makes:
+            for v in p.outputs:
                 places.setdefault(v, set()).add(p.place)
                 if v in self.dims and v in self.exports:
                     self._gather(v, p.place)
 
         outputs: dict[str, Var] = {}
         for n, a in self.program.outvars.items():
-            stage = self.placed.home.get(n)
+            stage = self.placed.stage_of_input.get(n)
             if n in self.sharding.state and stage is not None and a in places:
                 if stage not in places[a]:
                     outputs[n] = self._take_piece(a, self.sharding.state[n], stage)
@@ -278,11 +278,11 @@ class _UpdateSplitter:
         if self.sharding.shards[p.place] > 1:
             ins = {i: self.dims[v] for i, v in enumerate(p.reads) if v in self.dims}
             wanted = {}
-            for i, v in enumerate(p.makes):
+            for i, v in enumerate(p.outputs):
                 if v in self.new or (v, p.place) in self.senders:
                     wanted[i] = self.new.get(v)
             sharded = split(p.jaxpr, ins, self.sharding.shards[p.place], SPLIT, outs=wanted)
-            for v, d in zip(p.makes, sharded.out_axes, strict=True):
+            for v, d in zip(p.outputs, sharded.out_axes, strict=True):
                 if d is not None:
                     self.dims[v] = d
             p = dataclasses.replace(p, jaxpr=sharded.jaxpr)

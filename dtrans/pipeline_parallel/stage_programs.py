@@ -165,7 +165,7 @@ class StageProgramWriter:
             for v in sent:
                 self.names.setdefault(v, f"@value/{len(self.names)}")
 
-        self.active = propagate(eqns, dict.fromkeys(forward.diff, 1), {})
+        self.active = propagate(eqns, dict.fromkeys(forward.parameter_of_input, 1), {})
         self.loss_at = self._home_of(forward.loss, 0)
         # The last stage returns the results that depend on no micro-batch.
         self.results_of: list[list[str]] = [[] for _ in range(self.count)]
@@ -216,7 +216,7 @@ class StageProgramWriter:
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
         # Differentiate sent values and the loss with respect to `diff` and received values.
-        diff = select(reads, f.diff)
+        diff = select(reads, f.parameter_of_input)
         back = list(filter(self.differentiable, received))  # cotangents for the previous stage
         front = list(filter(self.differentiable, sent))  # cotangents from the next stage
         ahead = select(front, outs)
@@ -245,7 +245,7 @@ class StageProgramWriter:
         forward = program_of(f"forward of stage {s}", forward_jaxpr, ins, [*outvars], FORWARD)
 
         # The backward program.
-        leaves = tuple(values_at(f.diff, diff))
+        leaves = tuple(values_at(f.parameter_of_input, diff))
         sums = {unused_name(n + GRAD, types): n for n in leaves}
         cotangents = {v: names[v] + GRAD for v in (*front, *back)}
         backward_jaxpr = self._backward(vjp, has_loss, ahead, through, back, operands, leaves)

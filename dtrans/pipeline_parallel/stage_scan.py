@@ -47,7 +47,7 @@ from dtrans.rows.writer import RowRange
 from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import inline_update, write_server
-from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, Name, UpdateProgram
 
 
 # One tuple for each scan to split: the first iteration of each part, then the number of iterations
@@ -85,7 +85,7 @@ def loops_of(forward: ForwardPass) -> list[int]:
     for i, eqn in enumerate(forward.eqns):
         if eqn.primitive.name == SCAN and not is_reversed(eqn) and scan_length(eqn) > 1:
             xs = variables(values_at(eqn.invars, body_indices(eqn).slices))
-            if not forward.diff.keys().isdisjoint(xs):
+            if not forward.parameter_of_input.keys().isdisjoint(xs):
                 found.append(i)
     return found
 
@@ -231,7 +231,7 @@ def stage_rows(forward: ForwardPass, stage_of: Sequence[int]) -> dict[str, tuple
     analysis: RowAnalysis | None = None
     word = _word_for_rows(step)
     found: dict[str, tuple[StageRows, ...]] = {}
-    for v, leaf in forward.diff.items():
+    for v, leaf in forward.parameter_of_input.items():
         # Skip a stack that only one stage reads, or that an equation reads without slicing rows.
         runs: dict[Any, int] = {}
         for e, s in zip(forward.eqns, stage_of, strict=True):
@@ -328,14 +328,14 @@ def unstack_params(
     step = _step_of_rows(forward.step, every, half)
 
     # The inputs: rows replace the stacks.
-    leaf_var = invert(forward.diff)
+    leaf_var = invert(forward.parameter_of_input)
     row_var: dict[tuple[Atom, tuple[int, int]], Var] = {}
-    diff, sources = dict(forward.diff), dict(forward.sources)
+    diff, sources = dict(forward.parameter_of_input), dict(forward.sources)
     for leaf, runs in rows.items():
         v = leaf_var[leaf]
         del diff[v], sources[v]
         for r in runs:
-            new = Var(r.part.of(v.aval))
+            new = Var(r.part.type_in(v.aval))
             row_var[v, (r.part.first, r.part.stop)] = new
             diff[new], sources[new] = r.name, step.program.invars[r.name]
 
@@ -357,7 +357,7 @@ def unstack_params(
         forward,
         step=step,
         jaxpr=closed_with(forward.jaxpr, invars=[*sources], eqns=eqns),
-        diff=diff,
+        parameter_of_input=diff,
         sources=sources,
         prelude=closed_with(forward.prelude, invars=step.program.inner.invars, outvars=values),
     )
@@ -368,7 +368,7 @@ def unstack_params(
 
 def _half_of_blocks(
     step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]]
-) -> tuple[OptimizeHalf, dict[str, tuple[StageRows, ...]]]:
+) -> tuple[UpdateProgram, dict[str, tuple[StageRows, ...]]]:
     """Rewrite the optimizer's update for the rows of each stage, instead of stacked parameters.
 
     The function uses `dtrans.slicing.server_update`, which writes the update of a parameter server.
@@ -405,9 +405,9 @@ def _half_of_blocks(
     values: dict[str, Atom] = {}
     in_names: list[Name] = []
     for name, variable in work.variables.items():
-        if variable.of in step.opt_state and variable.part is not None:
-            state.setdefault(variable.of, []).append(StageRows(name, variable.part))
-        values[name] = b.input(variable.stored_type(types[variable.of]))
+        if variable.init_output in step.opt_state and variable.part is not None:
+            state.setdefault(variable.init_output, []).append(StageRows(name, variable.part))
+        values[name] = b.input(variable.stored_type(types[variable.init_output]))
         in_names.append(name)
     for block in work.blocks:
         for g in block.grads:
@@ -417,7 +417,7 @@ def _half_of_blocks(
                 leaf = rows[leaf][g.index].name
             in_names.append(Gradient(leaf))
     new = inline_update(b, work, values)
-    half = OptimizeHalf(b.build(list(new.values())), tuple(in_names), tuple(new))
+    half = UpdateProgram(b.build(list(new.values())), tuple(in_names), tuple(new))
     state_rows = {}
     for n, rows_of_state in state.items():
         state_rows[n] = tuple(sorted(rows_of_state, key=lambda r: r.part.first))
@@ -425,7 +425,7 @@ def _half_of_blocks(
 
 
 def _step_of_rows(
-    step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]], half: OptimizeHalf
+    step: DividedStep, rows: Mapping[str, tuple[StageRows, ...]], half: UpdateProgram
 ) -> DividedStep:
     """Return a step with the rows of each stage in its state instead of stacked arrays.
 
@@ -448,7 +448,7 @@ def _step_of_rows(
         for n in names:
             t = vars_of[n].aval
             for r in rows.get(n, ()):
-                types[r.name] = r.part.of(t)
+                types[r.name] = r.part.type_in(t)
             if n not in rows:
                 types[n] = t
         specs.append(TreeSpec.from_tree(types))

@@ -69,7 +69,7 @@ from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
 from dtrans.step.capture import captured, refuse_loss_in_update, value_and_grad_p
 from dtrans.step.collect import COLLECT, collected
-from dtrans.step.forward_backward import refuse_across
+from dtrans.step.forward_backward import refuse_inseparable
 from dtrans.step.halves import DividedStep, asks_for, divide_step, reports_update
 from dtrans.step.observers import (
     EARLY,
@@ -293,7 +293,7 @@ def plan_pipeline(
     # Divide and check the step of the global batch.
     refuse_collectives(main)
     original, axes = divide_step(main), {}
-    refuse_across(original, STAGES_HAVE, may_send=True, may_report=True)
+    refuse_inseparable(original, STAGES_HAVE, may_send=True, may_report=True)
     check_callbacks(original, o)
     if o.batch.exact:
         check_names(original.with_reported(), o.over_parts)
@@ -315,7 +315,7 @@ def plan_pipeline(
         raise
     # This step is not captured, because `_merges` needs the equations of the loss.
     plain = divide_step(traced).with_reported()
-    refuse_across(plain, STAGES_HAVE, may_send=True, may_report=True)
+    refuse_inseparable(plain, STAGES_HAVE, may_send=True, may_report=True)
     refuse_loss_in_update(captured(main if o.batch.exact else traced))
     _check_reads(plain, o)
     shared, written = shared_by(main, traced, o, dict.fromkeys(axes, 0))

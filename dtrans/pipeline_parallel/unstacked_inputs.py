@@ -65,7 +65,7 @@ def unstack_inputs(
             b.invars.append(v)
             new_names.append(n)
             continue
-        parts[v] = b.inputs(r.part.of(v.aval) for r in stacks[v])
+        parts[v] = b.inputs(r.part.type_in(v.aval) for r in stacks[v])
         new_names += [r.name for r in stacks[v]]
         for r, piece in zip(stacks[v], parts[v], strict=True):
             if r.part.axis == 0:

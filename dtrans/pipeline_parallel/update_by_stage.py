@@ -46,7 +46,7 @@ class StagePart(HoldsJaxpr):
 
     Attributes:
       place: the stage that runs the piece.
-      jaxpr: the equations of the piece, from `reads` to `makes`.
+      jaxpr: the equations of the piece, from `reads` to `outputs`.
       reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
         `reads` is an input of the program, or an output of an earlier piece on any stage.
     """
@@ -54,7 +54,7 @@ class StagePart(HoldsJaxpr):
     place: int
     jaxpr: ClosedJaxpr
     reads: tuple[Var, ...]
-    makes: tuple[Var, ...]
+    outputs: tuple[Var, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,8 +65,9 @@ class PlacedUpdate:
       program: the program.
       pieces: the pieces, in an order in which they can run.
       sends: the transfers between stages, as tuples (variable, sending stage, receiving stage).
-      home: maps each input to the stage that has it, or to None if every stage has it.
-      out_at: maps each output to the stage that needs it, or to None if every stage needs it.
+      stage_of_input: maps each input to the stage that has it, or to None if every stage has it.
+      stage_of_output: maps each output to the stage that needs it, or to None if every stage needs
+        it.
       sharded_axes: maps a variable that the devices of a stage divide to the divided dimension.
       copies: maps each variable that `split_update` adds to the variable that it copies.
       outputs: maps an output to its copy, if the update computes the output on another stage or in
@@ -76,8 +77,8 @@ class PlacedUpdate:
     program: Program
     pieces: tuple[StagePart, ...]
     sends: tuple[tuple[Var, int, int], ...]
-    home: Mapping[str, int | None]
-    out_at: Mapping[str, int | None]
+    stage_of_input: Mapping[str, int | None]
+    stage_of_output: Mapping[str, int | None]
     sharded_axes: Mapping[Var, int] = dataclasses.field(default_factory=dict)
     copies: Mapping[Var, Var] = dataclasses.field(default_factory=dict)
     outputs: Mapping[str, Var] = dataclasses.field(default_factory=dict)
@@ -119,7 +120,7 @@ def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
             group_of[a] = group[n]
     pieces: list[StagePart] = []
     for piece in placed.pieces:
-        groups = sorted({*values_at(group_of, select(piece.makes, group_of))}, reverse=True)
+        groups = sorted({*values_at(group_of, select(piece.outputs, group_of))}, reverse=True)
         if len(groups) < 2:
             pieces.append(piece)
         else:
@@ -136,7 +137,7 @@ def _split_piece(
     """
     eqns = piece.inner.eqns
     outs: dict[int | None, list[Var]] = {g: [] for g in (*groups, None)}
-    for v in piece.makes:
+    for v in piece.outputs:
         outs[group_of.get(v)].append(v)
 
     # The common part: outputs without a group, and equations that several groups need.
@@ -155,12 +156,12 @@ def _split_piece(
     computed: dict[Var, None] = {}
     for i in sorted(common):
         computed |= dict.fromkeys(eqns[i].outvars)
-    makes = [v for v in computed if v in read or v in piece.makes]
+    makes = [v for v in computed if v in read or v in piece.outputs]
     parts = [_part(piece.jaxpr, piece.place, sorted(common), makes)]
     for g in groups:
         makes = exclude(outs[g], computed)
         parts.append(_part(piece.jaxpr, piece.place, sorted(needs[g] - common), makes))
-    return [part for part in parts if part.makes]
+    return [part for part in parts if part.outputs]
 
 
 def _part(jaxpr: ClosedJaxpr, at: int, which: Sequence[int], makes: Sequence[Var]) -> StagePart:

@@ -40,7 +40,7 @@ from dtrans.rows.layout import (
     sendable,
 )
 from dtrans.rows.normalize import inline_bodies, normalise
-from dtrans.step.halves import Gradient, Name, OptimizeHalf
+from dtrans.step.halves import Gradient, Name, UpdateProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RowAnalysis:
       axes: for each parameter with rows along another dimension than 0, this dimension.
     """
 
-    half: OptimizeHalf
+    half: UpdateProgram
     flow: Flow
     groups: Mapping[str, Group]
     params: tuple[str, ...]
@@ -153,7 +153,7 @@ class RowAnalysis:
 
 
 def analyse(
-    half: OptimizeHalf, params: Sequence[str], axes: Mapping[str, int] | None = None
+    half: UpdateProgram, params: Sequence[str], axes: Mapping[str, int] | None = None
 ) -> RowAnalysis:
     """Analyse an optimizer's update: find the parameters that can be split over servers by rows.
 
@@ -183,7 +183,7 @@ def analyse(
             unsliced |= groups.keys()
 
 
-def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]:
+def leaves_of_state(half: UpdateProgram, params: Sequence[str]) -> dict[str, str]:
     """Return for each array of optimizer state the parameter with which servers store it.
 
     For example, the momentum `opt_state/0/mu/w` is stored with `params/w`. State that all servers
@@ -197,7 +197,7 @@ def leaves_of_state(half: OptimizeHalf, params: Sequence[str]) -> dict[str, str]
 
 
 def _settled(
-    half: OptimizeHalf, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
+    half: UpdateProgram, params: Sequence[str], unsliced: Collection[str], axes: Mapping[str, int]
 ) -> tuple[Flow, list[Colocated]]:
     """Find the layouts of all values; repeat until the layouts of the optimizer state are stable.
 

@@ -214,7 +214,7 @@ class FlowPass:
             lambda a, b: join(a, b, eqn.primitive.name),
             rule=lambda eqn, ins: None,
             default=lambda aval, value: SHARED,
-            turn=turn,
+            slice_fact=turn,
             stack=lambda x: _moved(x, 1) or SHARED,
         )
         entered = enter(layouts, eqn, ins, run)
@@ -233,7 +233,9 @@ class FlowPass:
         elif any(b.crosses for b in bodies) and not leaves <= set(self.unsliced):
             return self._bound(eqn, entered.operands, "reduces over rows in each iteration", bodies)
         operands = tuple(map(rows_or_none, entered.operands))
-        return Step(operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.ends.values()))
+        return Step(
+            operands, tuple(entered.outs), bodies=bodies, ends=tuple(entered.body_outs.values())
+        )
 
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]

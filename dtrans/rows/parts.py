@@ -79,7 +79,7 @@ def _by_row_analysis(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     types = []
     for v, layout in zip(eqn.outvars, step.outs, strict=True):
         piece = slice_along(layout)
-        types.append(v.aval if piece is None else piece.of(v.aval))
+        types.append(v.aval if piece is None else piece.type_in(v.aval))
     needs = list(zip(eqn.invars, map(slice_along, step.operands), strict=True))
     params = step.params(types) if step.params else {}
     return _on_parts(eqn, out, types, needs, params)
@@ -94,7 +94,7 @@ def _on_parts(
 
 def _copied(eqn: JaxprEqn, part: Slice, needs: Sequence[Want], **params: Any) -> Recipe:
     """Return a recipe that runs a one-output equation on slices, with new parameters `params`."""
-    return _on_parts(eqn, 0, [part.of(eqn.outvars[0].aval)], needs, params)
+    return _on_parts(eqn, 0, [part.type_in(eqn.outvars[0].aval)], needs, params)
 
 
 def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
@@ -110,7 +110,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     if len(eqn.invars) > 1:
         return None
     (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
-    shape = part.of(eqn.outvars[0].aval).shape
+    shape = part.type_in(eqn.outvars[0].aval).shape
     if part.axis in dims and a.aval.shape[dims.index(part.axis)] == eqn.params["shape"][part.axis]:
         return _copied(eqn, part, [(a, part.along(dims.index(part.axis)))], shape=shape)
     return _copied(eqn, part, [(a, None)], shape=shape)
@@ -120,7 +120,7 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
     """Write a counter that begins at the start of the slice."""
     if eqn.invars:
         return None
-    aval = part.of(eqn.outvars[0].aval)
+    aval = part.type_in(eqn.outvars[0].aval)
     if part.start == 0 or eqn.params["dimension"] != part.axis:
         return _copied(eqn, part, (), shape=aval.shape)
     return Recipe((), lambda b, atoms: part.counted(b, aval))
@@ -193,7 +193,7 @@ def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
         return None
     lo, hi = (min(max(n - low, 0), size) for n in (part.start, part.stop))
     if lo == hi:
-        return _called(_filled(part.of(eqn.outvars[0].aval).shape), (value, None))
+        return _called(_filled(part.type_in(eqn.outvars[0].aval).shape), (value, None))
     before = lo + low - part.start
     config[axis] = (before, part.size - before - (hi - lo), 0)
     needs = [(a, Slice(axis, lo, hi - lo)), (value, None)]
@@ -217,7 +217,7 @@ def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
         return None
     (axis,) = axes
     width_old, width_new = math.prod(old[axis + 1 :]), math.prod(new[part.axis + 1 :])
-    shape = part.of(eqn.outvars[0].aval).shape
+    shape = part.type_in(eqn.outvars[0].aval).shape
     if width_new % width_old == 0:
         need = part.along(axis).widened(width_new // width_old)
         return _copied(eqn, part, [(a, need)], new_sizes=shape)
@@ -260,7 +260,7 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
         return _copied(eqn, part, [(keys, part), *((a, None) for a in start_of_block)])
     if not is_counted(eqn):
         return None
-    drawn, types = eqn.replace(primitive=block_bits_p), [part.of(eqn.outvars[0].aval)]
+    drawn, types = eqn.replace(primitive=block_bits_p), [part.type_in(eqn.outvars[0].aval)]
     axis, start = part.axis - ndim, part.start
 
     def write(b: Builder, atoms: list[Atom]) -> Atom:

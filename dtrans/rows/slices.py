@@ -29,12 +29,12 @@ class Start:
 
     Attributes:
       write: function that writes the equations of a scalar start or a vector of ids; called once.
-      reach: for a scalar start, the size to which the program first pads the array with zeros, so
-        that no slice ends outside of it.
+      padded_size: for a scalar start, the size to which the program first pads the array with
+        zeros, so that no slice ends outside of it.
     """
 
     write: Callable[[Builder], Atom]
-    reach: int = 0
+    padded_size: int = 0
     _cache: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def value(self, b: Builder) -> Atom:
@@ -52,7 +52,7 @@ class Start:
         """
         if width not in self._cache:
             self._cache[width] = Start(
-                lambda b: b.call(_widened(width), self.value(b))[0], self.reach * width
+                lambda b: b.call(_widened(width), self.value(b))[0], self.padded_size * width
             )
         start: Start = self._cache[width]
         return start
@@ -85,7 +85,7 @@ class Slice:
         """Return True if the slice is a full axis of a value of this type."""
         return not isinstance(self.start, Start) and self.size == aval.shape[self.axis]
 
-    def of(self, aval: Any) -> Any:
+    def type_in(self, aval: Any) -> Any:
         """Return the type of this slice, given the type `aval` of the full value."""
         return resized(aval, self.axis, self.size)
 
@@ -110,7 +110,7 @@ class Slice:
         A constant is sliced now, without an equation.
         """
         if isinstance(self.start, Start):
-            fn = _picked(self.axis, self.size, self.start.reach)
+            fn = _picked(self.axis, self.size, self.start.padded_size)
             return b.call(fn, value, self.start.value(b))[0]
         if (
             isinstance(value, Literal)

@@ -225,7 +225,7 @@ class RowWriter:
             return aval
         key = (aval.shape, aval.dtype, aval.weak_type, layout)
         if key not in self._types:
-            self._types[key] = self.rows.of(layout).of(aval)
+            self._types[key] = self.rows.of(layout).type_in(aval)
         return self._types[key]
 
     def emit(self, eqn: JaxprEqn, step: Step) -> list[Var]:

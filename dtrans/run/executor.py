@@ -195,7 +195,7 @@ class Executor:
         self._check_complete()
         if pieces is None:
             self._fabric.prepare(program)
-            self._pieces[program] = pieces = snapshot_for_role(program, mesh)
+            self._pieces[program] = pieces = pieces_for_role(program, mesh)
         run = pieces.run(flat, self._compute)
         outs: Any = None
         while True:
@@ -385,7 +385,7 @@ class Executor:
         self.close(None if is_exit else error)
 
 
-def snapshot_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
+def pieces_for_role(program: Program, mesh: DeviceMesh | None = None) -> Segments:
     """Divide a trainer's or server's program into compiled pieces, with messages between them.
 
     Args:

@@ -251,7 +251,7 @@ class LazyRows:
             for atom, component, outside, count in found.tables[n].ids:
                 numbers.append(atom)
                 self._picks[n].append((component, outside, count))
-        eqns = numbers_first([*found.eqns, *found.numbering], numbers, step.jaxpr)
+        eqns = numbers_first([*found.eqns, *found.id_eqns], numbers, step.jaxpr)
         inner = step.inner
         self._numbers = closed(
             inner.constvars, constants(step.jaxpr), inner.invars, numbers, eqns, step.jaxpr
@@ -336,7 +336,7 @@ def lazy_tables(plan: PServerPlan) -> dict[str, Table]:
     """
     found = {}
     for n, t in plan.tables.of.items():
-        if t.zero.moves and not (t.changes_unread_rows or t.updates_all):
+        if t.zero.changes and not (t.changes_unread_rows or t.updates_all):
             found[n] = t
     return found
 

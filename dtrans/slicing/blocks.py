@@ -198,12 +198,12 @@ class Placement:
         return {ep: tuple(units) for ep, units in found.items()}
 
     @cached_property
-    def unsliced(self) -> dict[str, str]:
+    def reasons_unsliced(self) -> dict[str, str]:
         """Parameters that cannot be divided into rows, each with the reason."""
         return {n: g.reason or TIED for n, g in self.groups.items()}
 
     @cached_property
-    def table(self) -> tuple[Block, ...]:
+    def all_blocks(self) -> tuple[Block, ...]:
         """All blocks of all parameters, in one tuple."""
         return tuple(b for blocks in self.blocks.values() for b in blocks)
 

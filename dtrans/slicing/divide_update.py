@@ -32,7 +32,7 @@ from dtrans.rows.analysis import RowAnalysis, analyse
 from dtrans.rows.flow import Flow
 from dtrans.rows.layout import SHARED, RowAxis
 from dtrans.rows.writer import RowRange, RowWriter
-from dtrans.step.halves import Gradient, OptimizeHalf
+from dtrans.step.halves import Gradient, UpdateProgram
 
 
 # A block is a separate part if its gradient has at least this number of bytes.
@@ -300,7 +300,7 @@ def _analyse_rows(block: OptimizeBlock) -> RowAnalysis | None:
     in_names = tuple(Gradient(leaf) if n == gradient.name else n for n in block.in_names)
     if leaf not in block.out_names:
         return None
-    analysis = analyse(OptimizeHalf(block.jaxpr, in_names, block.out_names), (leaf,))
+    analysis = analyse(UpdateProgram(block.jaxpr, in_names, block.out_names), (leaf,))
     rows, half = RowAxis(leaf, 0), analysis.half
     layouts = {analysis.layout(v) for v in half.invars.values()} - {SHARED}
     layouts |= {analysis.layout(a) for a in half.outvars.values()}

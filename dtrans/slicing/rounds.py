@@ -39,7 +39,7 @@ class CrossServerValue:
       name: name on every server, e.g. `all_reduce/3`.
       var: variable of the value in the update.
       op: operation, e.g. "sum", that combines the terms of the value, one from each block.
-      part: type of a term.
+      term_type: type of a term.
       home: the parameter to which the value belongs: its servers compute the terms.
       level: number of exchanges before the terms are computed. One more exchange gives the value.
     """
@@ -47,7 +47,7 @@ class CrossServerValue:
     name: str
     var: Var
     op: str
-    part: Any
+    term_type: Any
     home: str
     level: int
 
@@ -57,7 +57,8 @@ class ExchangeRounds:
 
     A norm of all gradients needs one exchange, in which servers add up their terms. The learning
     rate needs none. We call this number the *level* of the value. A value has two levels: one on
-    the servers of its own parameter (`at_home`), and one on all other servers (`shared`).
+    the servers of its own parameter (`level_at_home`), and one on all other servers
+    (`level_everywhere`).
 
     Args:
       analysis: row analysis of the update.
@@ -113,17 +114,17 @@ class ExchangeRounds:
                 return self.analysis.home(layout)
         return None
 
-    def at_home(self, var: Var) -> int:
+    def level_at_home(self, var: Var) -> int:
         """Return the number of exchanges before the servers of a value's own parameter know it."""
         return self._at_home.get(var, 0)
 
-    def shared(self, atom: Atom) -> int:
+    def level_everywhere(self, atom: Atom) -> int:
         """Return the number of exchanges before all servers know a value."""
         if isinstance(atom, Literal):
             return 0
         return self._shared.get(atom, 0)
 
-    def of_eqn(self, i: int) -> int:
+    def level_of_equation(self, i: int) -> int:
         """Return the number of exchanges before a server can run equation `i`.
 
         The equation must depend on rows of a parameter.
@@ -131,9 +132,9 @@ class ExchangeRounds:
         out = self.eqns[i].outvars[0]
         if out in self._parts:
             return self._parts[out]
-        return self.at_home(out)
+        return self.level_at_home(out)
 
-    def read(self, atom: Atom, home: str | None) -> int:
+    def level_for(self, atom: Atom, home: str | None) -> int:
         """Return the number of exchanges before the servers of one parameter know a value.
 
         Args:
@@ -143,10 +144,10 @@ class ExchangeRounds:
         layout = self.analysis.layout(atom)
         if home is not None and layout is not SHARED and self.analysis.home(layout) == home:
             assert isinstance(atom, Var)
-            return self.at_home(atom)
-        return self.shared(atom)
+            return self.level_at_home(atom)
+        return self.level_everywhere(atom)
 
-    def derived(self, var: Var) -> bool:
+    def exchanges_operands(self, var: Var) -> bool:
         """Return True if servers should exchange an equation's operands instead of its result.
 
         Each server that needs the result then computes it. This is better if the operands are
@@ -164,12 +165,12 @@ class ExchangeRounds:
         if row_axes(map(self.analysis.layout, ins)):
             return False
         size, parts = math.prod(var.aval.shape), sum(math.prod(a.aval.shape) for a in ins)
-        sooner = max(map(self.shared, self.eqns[i].invars)) <= self.at_home(var)
+        sooner = max(map(self.level_everywhere, self.eqns[i].invars)) <= self.level_at_home(var)
         return size > parts or (size == parts and sooner)
 
     def _follow(self, i: int, eqn: JaxprEqn) -> None:
         home = self.home_of(i)
-        level = max((self.read(a, home) for a in eqn.invars), default=0)
+        level = max((self.level_for(a, home) for a in eqn.invars), default=0)
         step = self.analysis.flow.steps.get(i)
         if home is not None:
             self.eqns_of.setdefault(home, []).append(i)
@@ -182,8 +183,8 @@ class ExchangeRounds:
             else:
                 self._at_home[v] = level
                 self._shared[v] = level + 1
-                if self.derived(v):
-                    self._shared[v] = max(map(self.shared, eqn.invars))
+                if self.exchanges_operands(v):
+                    self._shared[v] = max(map(self.level_everywhere, eqn.invars))
 
     # -- crossings -------------------------------------------------------------------------------
 
@@ -210,14 +211,14 @@ class ExchangeRounds:
         if not isinstance(layout, Colocated) or self.analysis.home(layout) == home:
             return
         assert isinstance(atom, Var)
-        if self.derived(atom):
+        if self.exchanges_operands(atom):
             for a in self.eqns[self.producers[atom]].invars:
                 self._note_read(a, None)
         else:
             owner = self.analysis.home(layout)
             assert owner is not None
             op = "or" if atom.aval.dtype == bool else "sum"
-            self._cross(atom, op, owner, self.at_home(atom))
+            self._cross(atom, op, owner, self.level_at_home(atom))
 
     def _cross(self, var: Var, op: str, home: str, level: int) -> None:
         if var not in self.crossings:

@@ -75,7 +75,8 @@ class UpdateSpec:
       names: maps each name in the update to a description of its value, for errors.
       owners: maps each parameter to the servers that compute terms of its norms and similar values.
       servers: endpoint -> work of the server; a server without work is absent.
-      over: exchanged value -> the servers that compute a term of the value, or read the value.
+      participants: exchanged value -> the servers that compute a term of the value, or read the
+        value.
     """
 
     rounds: ExchangeRounds
@@ -87,7 +88,7 @@ class UpdateSpec:
     names: Mapping[str, str]
     owners: Mapping[str, tuple[str, ...]]
     servers: Mapping[str, ServerSpec]
-    over: Mapping[Var, tuple[str, ...]]
+    participants: Mapping[Var, tuple[str, ...]]
 
     @property
     def analysis(self) -> RowAnalysis:
@@ -99,7 +100,7 @@ class UpdateSpec:
         """Names of the optimizer state that belongs to no parameter, such as a count of steps."""
         return self.analysis.state_of[None]
 
-    def stays(self, crossing: CrossServerValue) -> bool:
+    def is_local(self, crossing: CrossServerValue) -> bool:
         """Return True if a value needs no exchange, because one server computes and reads it.
 
         In a job with exact sums, all values are exchanged, even in a job of one server. Without the
@@ -108,7 +109,7 @@ class UpdateSpec:
         Args:
           crossing: the value.
         """
-        return len(self.over[crossing.var]) == 1 and not self.exact
+        return len(self.participants[crossing.var]) == 1 and not self.exact
 
     def holder_of(self, name: str) -> str:
         """Return the first server that stores an array of shared state.
@@ -157,7 +158,7 @@ def analyse_update(
       ConfigError: the name of a parameter is also the name of a block, a gradient or another value.
     """
     endpoints_of: dict[str, set[str]] = {}
-    for b in placement.table:
+    for b in placement.all_blocks:
         endpoints_of.setdefault(b.leaf, set()).add(b.endpoint)
     alone = [blocks[0] for blocks in placement.blocks.values() if len(blocks) == 1]
     unsliced = [b.leaf for b in alone if not b.is_table and b.leaf not in exact]

@@ -48,21 +48,21 @@ class ServerVariable:
     function.
 
     Attributes:
-      of: name of the output of init, such as `params/w`.
+      init_output: name of the output of init, such as `params/w`.
       block: index of the block to which the variable belongs.
       part: rows of this output that the server stores; None for all rows.
-      beside: for an array that only servers have, such as a backup, the name that all its rows
+      extra_name: for an array that only servers have, such as a backup, the name that all its rows
         together would have: `params/w.trainer_1_bak`. Empty for an array of the user.
-      zeros: True if the initial value is zeros; then `of` gives only the shape and dtype.
+      zeros: True if the initial value is zeros; then `init_output` gives only the shape and dtype.
       buckets: the buckets of the rows, if rows are assigned to buckets.
       wire: for a compressed copy of a parameter, which servers send to trainers, the encoding; None
         for other arrays.
     """
 
-    of: str
+    init_output: str
     block: int = 0
     part: Slice | None = None
-    beside: str = ""
+    extra_name: str = ""
     zeros: bool = False
     buckets: RowBuckets | None = None
     wire: WireType | None = None
@@ -70,7 +70,7 @@ class ServerVariable:
     @property
     def origin(self) -> str:
         """Name of the full array, without the suffix for the server's rows."""
-        return self.beside or self.of
+        return self.extra_name or self.init_output
 
     def stored_type(self, aval: Any) -> Any:
         """Return the shape and dtype in which a server stores this variable.
@@ -78,7 +78,7 @@ class ServerVariable:
         Args:
           aval: the type of the full array.
         """
-        stored = aval if self.part is None else self.part.of(aval)
+        stored = aval if self.part is None else self.part.type_in(aval)
         return stored if self.wire is None else self.wire.type_of(stored)
 
 
@@ -89,13 +89,13 @@ class ServerWork:
     Attributes:
       blocks: optimize blocks in the order in which they run.
       variables: description of each stored array, by name.
-      sent: name of a parameter's block -> name of its compressed copy, which trainers receive
-        instead.
+      compressed_copies: name of a parameter's block -> name of its compressed copy, which trainers
+        receive instead.
     """
 
     blocks: tuple[OptimizeBlock, ...]
     variables: Mapping[str, ServerVariable]
-    sent: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compressed_copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def grads(self) -> dict[str, int]:
@@ -132,7 +132,7 @@ def write_server(spec: UpdateSpec, endpoint: str) -> ServerWork:
         if crossing is None:
             return names.get(var) or spec.analysis.input_names[var]
         parts = server.parts_of(crossing)
-        if len(parts) == 1 and spec.stays(crossing):
+        if len(parts) == 1 and spec.is_local(crossing):
             return parts[0]  # the only part is the full value
         return crossing.name
 
@@ -241,7 +241,7 @@ def _write_shared(
       Two dicts. The first contains the programs, by the number of exchanges before a program. The
       second contains the names of the shared values that other programs read, by value.
     """
-    analysis, level_of = rounds.analysis, rounds.shared
+    analysis, level_of = rounds.analysis, rounds.level_everywhere
     writers: dict[int, LevelWriter] = {}
 
     def at(level: int) -> LevelWriter:
@@ -291,10 +291,10 @@ def _joins(
     """
     found: dict[int, list[CrossServerValue]] = {}
     for var, crossing in spec.rounds.crossings.items():
-        if endpoint not in spec.over[var]:
+        if endpoint not in spec.participants[var]:
             continue
         combines = var in server.crossings and len(server.parts_of(crossing)) > 1
-        if combines or not spec.stays(crossing):
+        if combines or not spec.is_local(crossing):
             found.setdefault(crossing.level, []).append(crossing)
     return found
 
@@ -309,19 +309,19 @@ def _join(
     for c in crossings:
         names = server.parts_of(c)
         in_names += names
-        parts: list[Atom] = [b.input(c.part) for _ in names]
+        parts: list[Atom] = [b.input(c.term_type) for _ in names]
         if not parts:  # this server only reads the value
-            joined += b.call(identity_of(c.op, c.part.shape, c.part.dtype))
+            joined += b.call(identity_of(c.op, c.term_type.shape, c.term_type.dtype))
         elif len(parts) == 1:
             joined += parts
         else:
             joined += b.call(_combined(c.op), *parts)
     outs: list[Atom] = []
     for c, part in zip(crossings, joined, strict=True):
-        if spec.stays(c):
+        if spec.is_local(c):
             outs.append(part)
         else:
-            owners, over = spec.owners[c.home], spec.over[c.var]
+            owners, over = spec.owners[c.home], spec.participants[c.var]
             outs += b.bind(all_reduce_p, part, op=c.op, name=c.name, owners=owners, over=over)
     out_names = tuple(c.name for c in crossings)
     return OptimizeBlock(

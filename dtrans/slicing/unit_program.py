@@ -152,7 +152,7 @@ class LevelWriter:
             if self._computes(var) or not self._rounds.depends(var):
                 return None
             return self.take(var, var.aval)
-        taken = self.take(var, crossing.part)
+        taken = self.take(var, crossing.term_type)
         if crossing.op == EXACT:
             return self.b.call(sum_of, taken)[0]
         return taken
@@ -185,7 +185,7 @@ def write_unit(
 
     # the first level that reads a gradient has it as an input
     for i in positions:
-        level = rounds.of_eqn(i)
+        level = rounds.level_of_equation(i)
         for v in variables(rounds.eqns[i].invars):
             if v in grads:
                 levels.of[v] = min(levels.of.get(v, level), level)
@@ -280,7 +280,7 @@ class _UnitLevels:
         Args:
           position: index of the equation in the update.
         """
-        rounds, level = self._rounds, self._rounds.of_eqn(position)
+        rounds, level = self._rounds, self._rounds.level_of_equation(position)
         eqn, step = rounds.eqns[position], rounds.analysis.flow.steps[position]
         w = self.at(level)
         first = rounds.crossings.get(eqn.outvars[0])
@@ -306,7 +306,7 @@ class _UnitLevels:
             return self.of[out]
         if out in self._inputs:
             return min(self.writers, default=0)
-        return self._rounds.read(out, home)
+        return self._rounds.level_for(out, home)
 
 
 def _digits(w: LevelWriter, eqn: JaxprEqn, step: Step) -> list[Atom]:

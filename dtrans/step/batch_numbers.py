@@ -21,7 +21,7 @@ import numpy as np
 from dtrans._jax import Atom, Literal, Var, closed_with
 from dtrans.errors import BatchError
 from dtrans.ir.pytree import unused_name
-from dtrans.step.halves import DividedStep, OptimizeHalf
+from dtrans.step.halves import DividedStep, UpdateProgram
 
 
 OUTPUTS = -1  # value of `NumberPlace.eqn` for a number that the update returns
@@ -45,18 +45,18 @@ class BatchNumbers:
     """Constants of an update that depend on the batch size, and their positions.
 
     Attributes:
-      spots: maps the name of each number to the operands and outputs that the number replaces.
+      places: maps the name of each number to the operands and outputs that the number replaces.
       fixed: outputs of the update that depend on the batch size otherwise, such as by their shape.
         An input cannot replace the batch size there.
       has_one_size: True if the step could not be traced with another batch size. It is unknown
         whether the update depends on the batch size.
     """
 
-    spots: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, tuple[NumberPlace, ...]] = dataclasses.field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     has_one_size: bool = False
 
-    def taken_by(self, step: DividedStep) -> DividedStep:
+    def as_inputs_of(self, step: DividedStep) -> DividedStep:
         """Return a divided step with an update that reads these numbers from inputs.
 
         `numbers` of the result has the values for the batch size with which `step` was traced.
@@ -68,12 +68,12 @@ class BatchNumbers:
         Raises:
           BatchError: the update does not have these numbers at these places.
         """
-        if not self.spots:
+        if not self.places:
             return step
         half, rows = step.optimize, _operands(step.optimize)
         values: dict[str, np.ndarray] = {}
         inputs: dict[str, Var] = {}
-        for name, places in self.spots.items():
+        for name, places in self.places.items():
             value = _literal_at(rows, places)
             if value is None:
                 raise BatchError(
@@ -82,7 +82,7 @@ class BatchNumbers:
                 )
             values[name] = value
             inputs[name] = Var(jax.typeof(value))
-        for name, places in self.spots.items():
+        for name, places in self.places.items():
             for place in places:
                 rows[place.eqn][place.operand] = inputs[name]
         invars = [*half.inner.invars, *inputs.values()]
@@ -128,13 +128,13 @@ def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
         taken.add(name)
         named[name] = tuple(places)
     found = BatchNumbers(named)
-    explains_all = named and not found.taken_by(step).optimize.differing_outputs(
-        found.taken_by(other).optimize
+    explains_all = named and not found.as_inputs_of(step).optimize.differing_outputs(
+        found.as_inputs_of(other).optimize
     )
     return found if explains_all else BatchNumbers(fixed=fixed)
 
 
-def _operands(half: OptimizeHalf) -> dict[int, list[Atom]]:
+def _operands(half: UpdateProgram) -> dict[int, list[Atom]]:
     """Return the operands of each equation, by its position; the outputs have the key `OUTPUTS`."""
     operands = {i: list(eqn.invars) for i, eqn in enumerate(half.eqns)}
     operands[OUTPUTS] = list(half.inner.outvars)

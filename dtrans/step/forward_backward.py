@@ -34,7 +34,7 @@ def refuse_nested(step: DividedStep, trainers: int, noun: str = "trainer") -> No
         )
 
 
-def refuse_across(
+def refuse_inseparable(
     step: DividedStep,
     why: str,
     *,
@@ -55,8 +55,8 @@ def refuse_across(
       may_report: True if the update can compute results from gradients and optimizer state.
       remedy: sentence for errors; it names a mode in which the update can read these values.
     """
-    if step.across is not None and not (may_report and step.across.of_state):
-        raise step.across.refused(why)
+    if step.inseparable_need is not None and not (may_report and step.inseparable_need.of_state):
+        raise step.inseparable_need.refused(why)
     if may_send:
         return
     need = step.argument_need

@@ -238,7 +238,7 @@ _FOLDED = ForwardAnalysis[_Fact](
     _join,
     _rule,
     _of_constant,
-    turn=_of_turn,
+    slice_fact=_of_turn,
     # A scan stacks one output per iteration. These may be different numbers, so the entries of the
     # stack are not uniform.
     stack=lambda fact: _of_turn(fact)._replace(is_uniform=False),

@@ -104,9 +104,9 @@ class DividedStep:
         takes a second gradient (sharpness-aware minimization). The equation lies between the two
         derivatives. Each trainer would compute a different first derivative. Empty for other
         steps, and if gradients are marked.
-      across: `Need` that forces one process to run both halves: the update reads values of the
-        forward pass, or a result reads values of the update. None if two processes can run the
-        halves.
+      inseparable_need: `Need` that forces one process to run both halves: the update reads values
+        of the forward pass, or a result reads values of the update. None if two processes can run
+        the halves.
       argument_need: `Need` of the update for an argument of the step, such as a learning rate,
         which trainers can send to servers. None if the update reads no argument.
       state_read: optimizer state that forward or backward reads, such as a random key. Maps the
@@ -135,10 +135,10 @@ class DividedStep:
     from_gradients: tuple[str, ...]
     observers: tuple[Observer, ...]
     nested: str
-    across: Need | None
+    inseparable_need: Need | None
     argument_need: Need | None
     state_read: Mapping[str, str]
-    optimize: OptimizeHalf
+    optimize: UpdateProgram
     handed: Mapping[str, Atom] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     undivided: str = ""
@@ -180,7 +180,7 @@ class DividedStep:
         return tuple(found)
 
     @property
-    def observed(self) -> OptimizeHalf:
+    def observed(self) -> UpdateProgram:
         """Jaxpr that computes the operands of all callbacks from gradients and the step's inputs.
 
         Its outputs have the names "0", "1", .... `first_difference` compares two of these jaxprs,
@@ -254,7 +254,7 @@ class DividedStep:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OptimizeHalf(NamedJaxpr):
+class UpdateProgram(NamedJaxpr):
     """Update of a step: a closed jaxpr with names of its inputs and outputs."""
 
     jaxpr: ClosedJaxpr
@@ -266,7 +266,7 @@ class OptimizeHalf(NamedJaxpr):
         """Names of the parameters with a gradient among the inputs of this update."""
         return frozenset(n.leaf for n in self.in_names if isinstance(n, Gradient))
 
-    def differing_outputs(self, other: OptimizeHalf) -> list[str]:
+    def differing_outputs(self, other: UpdateProgram) -> list[str]:
         """Return the names of the outputs that two updates compute by different equations.
 
         Args:
@@ -275,7 +275,7 @@ class OptimizeHalf(NamedJaxpr):
         mine, theirs = output_digests(self), output_digests(other)
         return [name for name, digest in mine.items() if digest != theirs.get(name)]
 
-    def differing_line(self, other: OptimizeHalf, name: str) -> str:
+    def differing_line(self, other: UpdateProgram, name: str) -> str:
         """Return the source line of the first equation that only this update has, for messages.
 
         Args:
@@ -303,7 +303,7 @@ def _rename_outputs(eqn: JaxprEqn, inputs: Collection[Var]) -> JaxprEqn:
     return eqn.replace(outvars=[Var(v.aval) if v in inputs else v for v in eqn.outvars])
 
 
-def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
+def _results_half(step: DividedStep, names: Sequence[str]) -> UpdateProgram:
     """Extract the jaxpr that computes some results from gradients and the step's inputs.
 
     Args:
@@ -315,7 +315,7 @@ def _results_half(step: DividedStep, names: Sequence[str]) -> OptimizeHalf:
 
 def _half_from_gradients(
     step: DividedStep, names: Sequence[str], values: Sequence[Atom]
-) -> OptimizeHalf:
+) -> UpdateProgram:
     """Extract the jaxpr that computes some values from gradients and the step's inputs.
 
     Args:
@@ -329,7 +329,7 @@ def _half_from_gradients(
         eqns.append(_rename_outputs(eqn, gradients))
     invars = [*gradients, *program.inner.invars]
     jaxpr = extract_part(program.jaxpr, invars, eqns, values)
-    return OptimizeHalf(jaxpr, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
+    return UpdateProgram(jaxpr, (*map(Gradient, step.boundary), *program.in_names), tuple(names))
 
 
 def check_same_update(planned: DividedStep, again: DividedStep) -> None:
@@ -480,10 +480,10 @@ def leave_undivided(program: Program, reason: str) -> DividedStep:
         from_gradients=(),
         observers=observers_of(s, set(), [], {}),
         nested="",
-        across=None,
+        inseparable_need=None,
         argument_need=None,
         state_read={},
-        optimize=OptimizeHalf(extract_part(s.jaxpr, [], [], []), (), ()),
+        optimize=UpdateProgram(extract_part(s.jaxpr, [], [], []), (), ()),
         undivided=reason,
     )
 
@@ -613,7 +613,7 @@ class _StepDivider:
             from_gradients=tuple(from_gradients),
             observers=observers,
             nested="" if found.marked else nested(self.s, found.terms),
-            across=self.across,
+            inseparable_need=self.across,
             argument_need=self.argument_need,
             state_read=self.state_read,
             optimize=optimize,
@@ -624,7 +624,7 @@ class _StepDivider:
         gradients: Mapping[str, Var],
         optimized: Sequence[str],
         computed_frozen: Sequence[str],
-    ) -> tuple[OptimizeHalf, set[str], list[int]]:
+    ) -> tuple[UpdateProgram, set[str], list[int]]:
         """Extract the update of the step, and record the values of the forward pass that it reads.
 
         This method sets `across` or `argument_need` if the update reads more than gradients,
@@ -689,7 +689,7 @@ class _StepDivider:
             *self.s.opt_state,
             *batch,
         )
-        return OptimizeHalf(jaxpr, in_names, tuple(out_names)), used, positions
+        return UpdateProgram(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
         """Describe, for an error, an optax optimizer that reads the loss, such as a line search.

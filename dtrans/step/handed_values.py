@@ -24,7 +24,7 @@ from dtrans.ir.dataflow import free_variables, variables
 from dtrans.ir.inline import eliminate_dead
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program, is_communication
 from dtrans.ir.pytree import unused_name
-from dtrans.step.halves import DividedStep, Gradient, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, UpdateProgram
 
 
 def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False) -> DividedStep:
@@ -56,7 +56,7 @@ def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False)
     inputs = {n: v for n, v in half.invars.items() if n not in step.batch or v in read}
     invars = [*inputs.values(), *handed.values()]
     jaxpr = eliminate_dead(extract_part(half.jaxpr, invars, eqns, half.inner.outvars))
-    optimize = OptimizeHalf(jaxpr, (*inputs, *handed), half.out_names)
+    optimize = UpdateProgram(jaxpr, (*inputs, *handed), half.out_names)
     return dataclasses.replace(
         step, program=_forward_of(step, values), optimize=optimize, handed=handed
     )

@@ -62,11 +62,11 @@ class Gatherer(SliceWriter):
 
     Attributes:
       slice_results: the results to return as slices.
-      uses: the live ranges of all parameters.
+      live_ranges: the live ranges of all parameters.
     """
 
     slice_results: Collection[Var]
-    uses: LiveRanges
+    live_ranges: LiveRanges
 
     def begin(self, ends: Sequence[tuple[int, Atom]], slice_results: Collection[Var]) -> None:
         """Choose the equations during which each parameter stays gathered; call this before `emit`.
@@ -81,7 +81,7 @@ class Gatherer(SliceWriter):
             if not isinstance(a, Var) or a not in slice_results:
                 full_ends.append((i, a))
         self.read_full(a for _, a in full_ends)
-        self.uses = LiveRanges(
+        self.live_ranges = LiveRanges(
             self.eqns, self.roots, self.reads, self.roles, full_ends, once=self.how.once
         )
         self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
@@ -155,7 +155,7 @@ class Gatherer(SliceWriter):
         if row is not None or isinstance(atom, Literal) or atom not in self.roots:
             return super().read(atom, row)
         leaves = sorted(self.roots[atom], key=id)
-        windows = [id(self.uses.window(leaf, self._at)) for leaf in leaves]
+        windows = [id(self.live_ranges.window(leaf, self._at)) for leaf in leaves]
         key = (atom, *windows)
         if key not in self._derived:
             self._derived[key] = self._write_full(atom)
@@ -167,12 +167,12 @@ class Gatherer(SliceWriter):
         The result of a cheap function, such as a cast, is not stored: its equations are written
         again for each reader.
         """
-        if atom not in self.uses.derived:
-            return self._gathered_leaves[id(self.uses.window(atom, self._at))]
-        eqn = self.uses.derived[atom]
+        if atom not in self.live_ranges.derived:
+            return self._gathered_leaves[id(self.live_ranges.window(atom, self._at))]
+        eqn = self.live_ranges.derived[atom]
         operand = eqn.invars[0]
-        if is_cast(eqn) and isinstance(operand, Var) and operand not in self.uses.derived:
-            window = self.uses.window(operand, self._at)
+        if is_cast(eqn) and isinstance(operand, Var) and operand not in self.live_ranges.derived:
+            window = self.live_ranges.window(operand, self._at)
             if window.dtype == atom.aval.dtype:
                 return self._gathered_leaves[id(window)]
         return self.b.copy(eqn, [self.read(a, None) for a in eqn.invars], [atom.aval])[0]
@@ -190,7 +190,7 @@ class Gatherer(SliceWriter):
           eqn: the equation; None for an output of the program.
         """
         self._at = i
-        windows = self.uses.windows
+        windows = self.live_ranges.windows
         while self._begun < len(windows) and windows[self._begun].first <= i:
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
@@ -345,7 +345,7 @@ class Gatherer(SliceWriter):
           The function that gathers the layer, and the position of its stack. None if the first
           parameter that the body gathers is not in `layers`; the body is then unchanged.
         """
-        windows, shards = self.uses.windows, self.shards
+        windows, shards = self.live_ranges.windows, self.shards
         if not windows or windows[0].leaf not in self.slice_inputs.slices:
             return None
         leaf, dtype = windows[0].leaf, windows[0].dtype

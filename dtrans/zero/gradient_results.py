@@ -15,7 +15,7 @@ from dtrans.ir.dataflow import all_operands, needed_equations, outputs_of
 from dtrans.ir.pytree import unused_name
 from dtrans.ir.selection import values_at
 from dtrans.rows.analysis import analyse
-from dtrans.step.halves import DividedStep, Gradient, Name, OptimizeHalf
+from dtrans.step.halves import DividedStep, Gradient, Name, UpdateProgram
 from dtrans.zero.forward_values import leaves_that_meet_the_batch
 
 
@@ -55,7 +55,7 @@ class GradientResults:
         for eqn in eqns:
             b.keep(eqn)
         jaxpr = b.build(wanted)
-        self.half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), tuple(step.from_gradients))
+        self.half = UpdateProgram(jaxpr, tuple(self.inputs.values()), tuple(step.from_gradients))
 
         local = [n for n, v in self.others.items() if v in differing]
         self.mixed: list[str] = []
@@ -101,5 +101,5 @@ class GradientResults:
         # the row analysis follows a leaf only if it is an input and an output
         jaxpr = b.build([*wanted, *values])
         out_names = (*step.from_gradients, *params)
-        half = OptimizeHalf(jaxpr, tuple(self.inputs.values()), out_names)
+        half = UpdateProgram(jaxpr, tuple(self.inputs.values()), out_names)
         return leaves_that_meet_the_batch(analyse(half, step.params, axes), local)

@@ -16,7 +16,7 @@ from dtrans.ops import CASTS
 from dtrans.rows.analysis import analyse
 from dtrans.rows.layout import RowAxis
 from dtrans.step.forward_backward import ready_order
-from dtrans.step.halves import DividedStep, OptimizeHalf, check_same_update
+from dtrans.step.halves import DividedStep, UpdateProgram, check_same_update
 from dtrans.zero.by_leaf.layout import LeafOwners
 from dtrans.zero.choose_slices import (
     Slices,
@@ -57,7 +57,7 @@ class RankLayout:
     options: ShardingOptions
     merges: Mapping[str, str]
     slices: Slices
-    half: OptimizeHalf
+    half: UpdateProgram
     gathers: tuple[Gathered, ...] = ()
     owned: LeafOwners | None = None
     groups: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -16,12 +16,12 @@ from dtrans.engine.merged_reductions import merge_reductions
 from dtrans.engine.writer import SplitWriter, written
 from dtrans.ir.inline import eliminate_dead, inline_calls
 from dtrans.rows.layout import SHARED
-from dtrans.step.halves import Name, OptimizeHalf
+from dtrans.step.halves import Name, UpdateProgram
 
 
 def slice_half(
-    half: OptimizeHalf, slices: Mapping[Name, Sliced], degree: int, axis_name: str
-) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
+    half: UpdateProgram, slices: Mapping[Name, Sliced], degree: int, axis_name: str
+) -> tuple[UpdateProgram, tuple[Gathered, ...]]:
     """Rewrite an optimizer's update so that each rank computes only its slices of the new state.
 
     Args:
@@ -41,12 +41,12 @@ def slice_half(
         sliced = slices.get(name)
         return SHARED if sliced is None else shards.plain(sliced.row, sliced.size)
 
-    def write(writer: SplitWriter) -> tuple[OptimizeHalf, tuple[Gathered, ...]]:
+    def write(writer: SplitWriter) -> tuple[UpdateProgram, tuple[Gathered, ...]]:
         writer.out_names = half.out_names
         for v, name in zip(inner.invars, half.in_names, strict=True):
             writer.take(v, layout(name), is_input=True)
         outputs, _ = writer.write(inner, lambda i, _: layout(half.out_names[i]))
         jaxpr = eliminate_dead(merge_reductions(writer.b.build(outputs)))
-        return OptimizeHalf(jaxpr, half.in_names, half.out_names), tuple(writer.gathers)
+        return UpdateProgram(jaxpr, half.in_names, half.out_names), tuple(writer.gathers)
 
     return written(flat, shards, write)

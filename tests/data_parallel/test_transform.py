@@ -1459,7 +1459,7 @@ def test_a_plan_names_what_is_printed_and_by_whom() -> None:
 
     params, (batch, _) = square_case()
     plan = plan_of_step(step, lambda p: (p, ()), params, *batch)
-    (note,) = plan.callers
+    (note,) = plan.callback_notes
     assert (
         note.startswith("debug_")
         and note.endswith(" is called by trainer 0")

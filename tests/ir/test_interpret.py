@@ -183,7 +183,11 @@ def test_stacks_have_one_dimension_more_than_their_turns() -> None:
     """A fact is a dimension. Dimension 1 of the stack is dimension 0 in an iteration."""
     rule = lambda eqn, ins: None if has_bodies(eqn) else [min(ins)] * len(eqn.outvars)
     axis = ForwardAnalysis[int](
-        max, rule, lambda aval, value: 9, turn=lambda axis: axis - 1, stack=lambda axis: axis + 1
+        max,
+        rule,
+        lambda aval, value: 9,
+        slice_fact=lambda axis: axis - 1,
+        stack=lambda axis: axis + 1,
     )
     jaxpr = jax.make_jaxpr(lambda x: jax.lax.scan(lambda s, row: (s, jnp.sin(row)), 0.0, x))(
         jnp.zeros((2, 3))

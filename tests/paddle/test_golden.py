@@ -159,7 +159,7 @@ def test_geo_sgd_is_as_recorded() -> None:
     t = transpiled(recorded, main, startup)
     plan: Any = t.plan
     mine: dict[str, list[Any]] = {ep: [] for ep in plan.servers}
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         mine[b.endpoint].append([short(b.name), list(b.shape)])
     assert {ep: sorted(x) for ep, x in mine.items()} == {
         ep: sorted(x) for ep, x in recorded["placement"].items()
@@ -183,11 +183,11 @@ def test_geo_sgd_is_as_recorded() -> None:
 
 def test_blocks_live_where_paddle_put_them(case: Any) -> None:
     mine: dict[str, list[Any]] = {ep: [] for ep in case.plan.servers}
-    for b in case.plan.placement.table:
+    for b in case.plan.placement.all_blocks:
         mine[b.endpoint].append([short(b.name), list(b.shape)])
     recorded = {ep: sorted(blocks) for ep, blocks in case.recorded["placement"].items()}
     assert {ep: sorted(blocks) for ep, blocks in mine.items()} == recorded
-    assert case.plan.placement.unsliced == {}
+    assert case.plan.placement.reasons_unsliced == {}
 
 
 def test_a_regularizer_does_not_come_first() -> None:
@@ -202,7 +202,8 @@ def test_a_regularizer_does_not_come_first() -> None:
         RECORDED["fc_sgd_l2_w"], dtrans.trace(step, params, state, *batch), startup
     ).plan
     mine = {
-        ep: [short(b.name) for b in plan.placement.table if b.endpoint == ep] for ep in plan.servers
+        ep: [short(b.name) for b in plan.placement.all_blocks if b.endpoint == ep]
+        for ep in plan.servers
     }
     assert mine == {
         ep: [n for n, _ in blocks] for ep, blocks in RECORDED["fc_sgd"]["placement"].items()
@@ -242,7 +243,7 @@ def test_each_gradient_is_sent_as_soon_as_it_is_made(case: Any) -> None:
 def test_each_send_goes_where_its_block_lives(case: Any) -> None:
     """If there are several trainers, the name of a sent gradient ends with the trainer's id."""
     me, trainers = case.recorded["trainer_id"], case.merged
-    lives = {b.gradient(me, trainers): b.endpoint for b in case.plan.placement.table}
+    lives = {b.gradient(me, trainers): b.endpoint for b in case.plan.placement.all_blocks}
     assert all(n.endswith(f".trainer_{me}") for n in lives) or trainers == 1
     sends = [op.attrs for op in case.trainer.ops if op.type in ("send", "send_rows")]
     assert {n: ep for s in sends for n, ep in zip(s["names"], s["epmap"], strict=True)} == lives
@@ -519,7 +520,7 @@ def test_a_trainer_has_no_row_of_a_table(case: Any) -> None:
         values = (v for e in program.jaxpr.jaxpr.eqns for v in (*e.invars, *e.outvars))
         assert 1000 not in {n for v in values for n in v.aval.shape}
     size = ids.attrs["size"]
-    others = sum(b.nbytes for b in case.plan.placement.table if b.leaf != table)
+    others = sum(b.nbytes for b in case.plan.placement.all_blocks if b.leaf != table)
     assert case.plan.bytes_per_step == {
         "send": others + size * (4 + 64 * 4),
         "recv": others + size * 64 * 4,

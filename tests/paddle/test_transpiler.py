@@ -132,13 +132,16 @@ def test_min_block_size_says_into_what_leaves_are_cut(programs: Any) -> None:
         transpiled(programs, DistributeTranspilerConfig(min_block_size=n)).plan.placement
         for n in (8192, 1 << 20)
     )
-    assert [b.name for b in small.table if b.count > 1] == ["params/w1.block0", "params/w1.block1"]
-    assert [b.name for b in large.table if b.count > 1] == []
+    assert [b.name for b in small.all_blocks if b.count > 1] == [
+        "params/w1.block0",
+        "params/w1.block1",
+    ]
+    assert [b.name for b in large.all_blocks if b.count > 1] == []
 
 
 def test_slice_var_up_off_leaves_every_leaf_whole(programs: Any) -> None:
     plan = transpiled(programs, DistributeTranspilerConfig(slice_var_up=False)).plan
-    assert [b.name for b in plan.placement.table] == [
+    assert [b.name for b in plan.placement.all_blocks] == [
         f"params/{n}" for n in ("b1", "b2", "w1", "w2")
     ]
 
@@ -176,7 +179,7 @@ class AllOnTheLast(dtrans.RoundRobin):
 def test_a_split_method_places_the_blocks(programs: Any, method: Any) -> None:
     table = transpiled(
         programs, DistributeTranspilerConfig(split_method=method)
-    ).plan.placement.table
+    ).plan.placement.all_blocks
     if method is AllOnTheLast:
         assert {b.endpoint for b in table} == {SECOND}
     else:
@@ -794,7 +797,7 @@ def test_what_paddle_refused_and_works(name: str) -> None:
     step = dtrans.make_train_step(mlp_loss, tx)
     main = dtrans.trace(step, params, tx.init(params), *mlp_batch(8, SIZES))
     t = transpiled((main, dtrans.trace(init_of(tx), params)))
-    assert [b.name for b in t.plan.placement.table if b.count > 1] == [
+    assert [b.name for b in t.plan.placement.all_blocks if b.count > 1] == [
         "params/w1.block0",
         "params/w1.block1",
     ]

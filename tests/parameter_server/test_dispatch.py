@@ -199,7 +199,7 @@ def test_a_dispatcher_of_ones_own_may_derive_from_any_other():
         jnp.ones(()),
         split_method=LastFirstAgain,
     )
-    assert [b.endpoint for b in plan.placement.table] == list(EPS[::-1])
+    assert [b.endpoint for b in plan.placement.all_blocks] == list(EPS[::-1])
 
 
 def test_dispatchers_see_the_names_of_blocks():
@@ -245,7 +245,7 @@ def test_a_dispatcher_is_asked_twice_about_the_blocks_of_all_leaves():
     assert calls == 2 * [seen]
     dispatched(plan.placement, Spy)
     assert calls == 4 * [seen]
-    assert {b.endpoint for b in plan.placement.table} == {EPS[0]}
+    assert {b.endpoint for b in plan.placement.all_blocks} == {EPS[0]}
 
 
 # -- by size ---------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def by_size_plan(tx, method=SizeBalanced, servers=2, **options):
 
 def test_by_size_in_a_plan_of_whole_leaves():
     plan = by_size_plan(optax.adam(0.1), slice_var_up=False)
-    assert {b.leaf[-1]: EPS.index(b.endpoint) for b in plan.placement.table} == {
+    assert {b.leaf[-1]: EPS.index(b.endpoint) for b in plan.placement.all_blocks} == {
         "a": 0,
         "b": 0,
         "c": 1,
@@ -359,7 +359,7 @@ def test_what_cannot_be_cut_is_weighed_first_and_blocks_fill_up(heirs):
         {"a": "cut", "b": "whole", "c": "cut", "d": "cut"},
     )
     plan = by_size_plan(tx, method)
-    assert list(plan.placement.unsliced) == ["params/b"]
+    assert list(plan.placement.reasons_unsliced) == ["params/b"]
     assert plan.placement.blocks["params/b"][0].endpoint == EPS[0]
     assert {b.endpoint for b in plan.placement.blocks["params/c"]} == {EPS[1]}
     # without this rule, sliced leaves would be spread over all servers first, and unsliced leaves

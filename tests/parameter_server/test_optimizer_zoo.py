@@ -176,8 +176,8 @@ def structure(plan):
     }
     text = str(plan)
     for leaf, blocks in plan.placement.blocks.items():
-        if leaf in plan.placement.unsliced:
-            reason = plan.placement.unsliced[leaf]
+        if leaf in plan.placement.reasons_unsliced:
+            reason = plan.placement.reasons_unsliced[leaf]
             assert len(blocks) == 1 and reason
             assert f"{leaf}: whole on {blocks[0].endpoint}: {reason}" in text
         else:
@@ -224,7 +224,7 @@ class Crowded(dtrans.PSDispatcher):
 def test_servers_may_have_several_blocks_of_a_leaf_or_none(name, dtype):
     plan = plan_of(CASES[name], dtype, split_method=Crowded)
     first, _, last = plan.servers
-    if "params/embedding" not in plan.placement.unsliced:
+    if "params/embedding" not in plan.placement.reasons_unsliced:
         assert [b.endpoint for b in plan.placement.blocks["params/embedding"]] == [
             first,
             first,
@@ -286,7 +286,7 @@ def test_an_inf_in_one_slice_stops_every_leaf_on_every_server(dtype):
         "opt_state/last_finite": False,
         "opt_state/total_notfinite": 1,
     }
-    for k, block in enumerate(plan.placement.table):
+    for k, block in enumerate(plan.placement.all_blocks):
         leaf, first = block.leaf.removeprefix("params/"), block.span.start if block.span else 0
         trees, by_name = received(case, params, 1)
         bad = trees[k % TRAINERS]

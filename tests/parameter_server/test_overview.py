@@ -228,7 +228,7 @@ def test_what_is_kept_for_a_block_is_cut_as_it_is() -> None:
         f"a:{i + 1}": {n.format(i): part(i, beside) for n, beside in of.items()} for i in range(2)
     }
     servers["a:1"]["params/b.trainer_0_bak"] = ServerVariable(
-        "params/b", beside="params/b.trainer_0_bak"
+        "params/b", extra_name="params/b.trainer_0_bak"
     )
     types = {
         n: jax.core.ShapedArray(shape, np.dtype("float32"))

@@ -140,7 +140,7 @@ def case(request):
 def test_blocks_live_where_paddle_put_them(case):
     golden, plan = case
     mine = {ep: [] for ep in plan.servers}
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         mine[b.endpoint].append([b.name.removeprefix("params/"), list(b.shape)])
     assert {ep: sorted(bs) for ep, bs in mine.items()} == {
         ep: sorted(bs) for ep, bs in golden["placement"].items()
@@ -271,7 +271,7 @@ def test_what_a_trainer_receives_is_what_the_servers_hold(case):
                     op.attrs["names"], op.attrs["epmap"], op.attrs["types"], strict=True
                 ):
                     got[n, ep] = (t.shape, t.dtype)
-        held = {(b.name, b.endpoint): (b.shape, b.dtype) for b in plan.placement.table}
+        held = {(b.name, b.endpoint): (b.shape, b.dtype) for b in plan.placement.all_blocks}
         assert got == held
         for (n, ep), (shape, dtype) in got.items():
             t = plan.servers[ep].main.inputs[n]
@@ -347,9 +347,9 @@ def test_the_seed_orders_whole_leaves():
         )
         for s in range(6)
     ]
-    where = [tuple(b.endpoint for b in p.placement.table) for p in plans]
+    where = [tuple(b.endpoint for b in p.placement.all_blocks) for p in plans]
     assert len(set(where)) > 1
-    assert all(b.count == 1 for p in plans for b in p.placement.table)
+    assert all(b.count == 1 for p in plans for b in p.placement.all_blocks)
 
 
 # -- what the plan says ----------------------------------------------------------------------------
@@ -365,7 +365,7 @@ def test_bytes_per_step_are_those_of_the_parameters():
     text = str(plan)
     assert f"each of 2 trainers sends {size:,} and receives {size:,} bytes per step" in text
     assert "on every server: opt_state/0/count" in text
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         assert f"{b.nbytes:,}" in text
 
 
@@ -374,7 +374,7 @@ def test_the_plan_prints_and_renders_each_block():
     assert str(plan).splitlines()[0] == "pserver plan of step: 2 trainers, 3 pservers, sync"
     assert repr(plan) == "<pserver plan of step: 2 trainers, 3 pservers, sync>"
     html = plan._repr_html_()
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         row = f"{b.span.start}:{b.span.stop}"
         assert any(
             line.split() == [b.name, row, f"{b.nbytes:,}", b.endpoint]
@@ -392,11 +392,11 @@ def mixing() -> optax.GradientTransformation:
 def test_leaves_that_cannot_be_cut_say_why():
     params = mlp_params()
     plan = plan_of(mlp_loss, mixing(), params, *mlp_batch(), servers=2)
-    assert set(plan.placement.unsliced) == {f"params/{n}" for n in params}
-    for leaf, reason in plan.placement.unsliced.items():
+    assert set(plan.placement.reasons_unsliced) == {f"params/{n}" for n in params}
+    for leaf, reason in plan.placement.reasons_unsliced.items():
         assert reason.startswith("cumsum mixes rows of f32[") and reason.endswith("(mixing)")
         assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in plan.notes
-    assert {b.endpoint for b in plan.placement.table} == set(endpoints(2)), (
+    assert {b.endpoint for b in plan.placement.all_blocks} == set(endpoints(2)), (
         "each leaf is whole, on any server"
     )
 
@@ -409,8 +409,8 @@ def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
         *mlp_batch(4, (5, 5, 5)),
         servers=2,
     )
-    assert set(plan.placement.unsliced) == {"params/w1", "params/w2"}
-    for leaf in plan.placement.unsliced:
+    assert set(plan.placement.reasons_unsliced) == {"params/w1", "params/w2"}
+    for leaf in plan.placement.reasons_unsliced:
         at = plan.placement.blocks[leaf][0].endpoint
         reason = "dot_general mixes rows of f32[1,5,5] (optax.contrib.scale_by_muon)"
         assert f"{leaf}: whole on {at}: {reason}" in plan.notes
@@ -418,7 +418,7 @@ def test_a_whole_leaf_is_named_with_the_optimizer_that_made_it_so():
 
 def test_slicing_can_be_required():
     made = plan_of(mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), slice_var_up="require")
-    assert made.placement.unsliced == {}
+    assert made.placement.reasons_unsliced == {}
     with pytest.raises(
         dtrans.errors.OptimizerError,
         match="slice_var_up is 'require', .*params/b1: cumsum mixes rows of",
@@ -434,7 +434,7 @@ def test_slicing_can_be_required():
 def test_what_servers_tell_each_other_is_in_the_plan():
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
     plan = plan_of(mlp_loss, tx, mlp_params(), *mlp_batch(), servers=2)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     (norms,) = plan.traffic.rounds
     assert [(r.op, r.shape, r.owners, r.over) for r in norms] == [
         ("sum", (), endpoints(2), endpoints(2))
@@ -450,7 +450,7 @@ def test_a_leaf_of_one_block_is_reduced_where_it_is():
     plan = plan_of(
         mlp_loss, optax.lamb(0.1), mlp_params(), *mlp_batch(), servers=2, min_block_size=8192
     )
-    assert {b.count for b in plan.placement.table} == {1}
+    assert {b.count for b in plan.placement.all_blocks} == {1}
     assert plan.traffic.rounds == ()
     assert all(b.level == 0 for ep in plan.servers for b in blocks_of(plan, ep))
 
@@ -464,7 +464,7 @@ def test_whole_leaves_go_to_the_server_that_holds_least():
         jnp.ones(()),
         servers=2,
     )
-    where = {b.leaf: b.endpoint for b in plan.placement.table}
+    where = {b.leaf: b.endpoint for b in plan.placement.all_blocks}
     assert where["params/a"] != where["params/b"] == where["params/c"]
 
 
@@ -475,7 +475,7 @@ def test_whole_leaves_keep_away_from_servers_that_cut_leaves_fill():
     params = {"a": jnp.ones(64), "w": jnp.ones(3)}
     loss = lambda p, x: x * (jnp.sum(p["a"]) + jnp.sum(p["w"]))
     plan = plan_of(loss, tx, params, jnp.ones(()), servers=2, min_block_size=100)
-    assert [(b.leaf, b.endpoint) for b in plan.placement.table] == list(
+    assert [(b.leaf, b.endpoint) for b in plan.placement.all_blocks] == list(
         zip(("params/a", "params/w"), endpoints(2), strict=True)
     )
 
@@ -493,7 +493,7 @@ def test_a_leaf_the_trainers_keep_is_named():
     )
     assert plan.frozen == ("params/b1", "params/w1")
     assert "on the trainers only: params/b1, params/w1" in plan.notes
-    assert {b.leaf for b in plan.placement.table} == {"params/b2", "params/w2"}
+    assert {b.leaf for b in plan.placement.all_blocks} == {"params/b2", "params/w2"}
     outs = dict(zip(plan.trainer.out_names, plan.trainer.jaxpr.jaxpr.outvars, strict=True))
     ins = dict(zip(plan.trainer.in_names, plan.trainer.jaxpr.jaxpr.invars, strict=True))
     assert outs["params/b1"] is ins["params/b1"]
@@ -614,7 +614,7 @@ def test_nested_pytrees_keep_their_paths_and_structure():
     plan = plan_of(
         loss, optax.adam(0.1), params, {"x": jnp.ones((3, 4)), "y": jnp.ones((3, 2))}, servers=2
     )
-    assert [b.leaf for b in plan.placement.table if b.index == 0] == [
+    assert [b.leaf for b in plan.placement.all_blocks if b.index == 0] == [
         "params/body/0/kernel", "params/body/0/bias", "params/body/1/kernel", "params/body/1/bias",
         "params/head/w"
     ]  # fmt: skip
@@ -852,7 +852,7 @@ def test_a_plan_is_a_value(small):
     plan = dtrans.pserver(*small)
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.trainers = 3
-    assert math.prod(plan.placement.table[0].shape) == 6
+    assert math.prod(plan.placement.all_blocks[0].shape) == 6
 
 
 def test_a_result_computed_from_gradients_is_refused_with_several_trainers():

@@ -516,7 +516,7 @@ def played(job, program, env, fetched):
 
 
 def is_fetch(ins, plan):
-    return isinstance(ins, Transfer) and ins.what in plan.model.homes and not ins.to_host
+    return isinstance(ins, Transfer) and ins.label in plan.model.homes and not ins.to_host
 
 
 def test_gradients_come_to_the_host_once_a_step():
@@ -525,9 +525,9 @@ def test_gradients_come_to_the_host_once_a_step():
     job = plan.simulate()
     program, _ = job.prepare(job.init(jax.random.key(0)), *of.batch)
     sent = [
-        m.what
+        m.label
         for m, _ in program.instructions
-        if isinstance(m, Transfer) and m.to_host and m.what.endswith(GRAD)
+        if isinstance(m, Transfer) and m.to_host and m.label.endswith(GRAD)
     ]
     assert sorted(sent) == sorted(f"params/{n}{GRAD}" for n in SIX)
 
@@ -621,7 +621,7 @@ def test_devices_hold_slices_of_sums_and_of_state():
 
     def look(ins):
         if ins is tasks[-1]:
-            seen.extend(env[i] for i in ins.makes)
+            seen.extend(env[i] for i in ins.writes)
 
     job.execute(program, env, look)
     assert seen

@@ -269,11 +269,11 @@ def test_groups_of_outputs_are_taken_apart(case, count):
         a: group[n] for n, a in zip(p.out_names, p.jaxpr.jaxpr.outvars, strict=True) if n in group
     }
     for piece in apart.pieces:
-        groups = {of[v] for v in piece.makes if v in of}
-        others = [v for v in piece.makes if v not in of]
+        groups = {of[v] for v in piece.outputs if v in of}
+        others = [v for v in piece.outputs if v not in of]
         read_later = [
             v
-            for v in piece.makes
+            for v in piece.outputs
             if any(v in later.reads for later in apart.pieces if later is not piece)
         ]
         assert len(groups) < 2 or others or read_later, (
@@ -384,4 +384,4 @@ def test_results_of_gradients_are_made_at_the_last_stage():
         for n in plan.update.program.out_names
         if n.partition("/")[0] not in ("params", "opt_state")
     ]
-    assert len(names) == 11 and all(plan.update.placed.out_at[n] == 2 for n in names)
+    assert len(names) == 11 and all(plan.update.placed.stage_of_output[n] == 2 for n in names)

@@ -89,7 +89,7 @@ def test_row_ids_of_several_gradients_are_one_message() -> None:
     requests, said = RowRequests("here:1", TABLES), list[wire.Message]()
     line_of(said).row_ids({"t@GRAD": np.array([1]), "u@GRAD": np.array([2, 9])})
     grads = Inbox(requests.memory_of(0), str)
-    requests.follows(0, said.pop(), grads)
+    requests.take_row_ids(0, said.pop(), grads)
     assert not said
     assert {n: x.ids.tolist() for n, x in requests.gradients(0, grads).items()} == {
         "t@GRAD": [1],
@@ -167,10 +167,10 @@ def test_row_ids_of_other_rows_are_refused(name: str, ids: list[int], refusal: s
     requests.answered(0, "t", np.array([1, 4]), np.zeros(2, np.float32))
     line_of(said).row_ids({name: np.array(ids)})
     with pytest.raises(WireError, match=refusal):
-        requests.follows(0, said.pop(), grads)
+        requests.take_row_ids(0, said.pop(), grads)
     assert requests.gradients(0, grads)["t@GRAD"].ids.tolist() == []
     line_of(said).row_ids({"t@GRAD": np.array([1, 4])})
-    requests.follows(0, said.pop(), grads)
+    requests.take_row_ids(0, said.pop(), grads)
     assert requests.gradients(0, grads)["t@GRAD"].ids.tolist() == [1, 4]
 
 

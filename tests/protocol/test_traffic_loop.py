@@ -14,7 +14,7 @@ import pytest
 from dtrans.errors import DeadlineError, LostPeerError, PeerError
 from dtrans.ops import CommunicatorConfig
 from dtrans.protocol import token, wire
-from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.server_link import FailureReport, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps
@@ -335,7 +335,7 @@ def test_a_greeting_without_an_answer_is_repeated_in_time_or_fails(answer: str) 
 @pytest.mark.parametrize("how", ["goodbye", "broken", "too late", "a new generation"])
 def test_who_says_why_it_ends_waits_for_one_of_four(how: str) -> None:
     server, link = linked()
-    words = LastWords(server, link, "no reason")
+    words = FailureReport(server, link, "no reason")
     assert not words.turn()
     server.comes("message", "refuse", reason="it is too late")
     assert words.turn()

@@ -836,7 +836,7 @@ def check(program: dict[str, Any]) -> None:
             assert np.abs(a - b).max(initial=0) <= 1e-12, f"step {step}: {name}: {a} is not {b}"
     reads_only_what_was_there_or_made_before(plan)
     no_full_shapes(plan)
-    for leaf, reason in plan.placement.unsliced.items():
+    for leaf, reason in plan.placement.reasons_unsliced.items():
         if plan.placement.blocks[leaf][0].rows == 1:
             continue  # no two leaves that could be bound
         assert leaf.removeprefix("params/") in written.bound, f"{leaf} is whole: {reason}"

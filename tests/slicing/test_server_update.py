@@ -196,8 +196,8 @@ def test_three_servers_compute_what_whole_arrays_compute(case):
     check(tx, params, plan, trainers=2)
     reads_only_what_was_there_or_made_before(plan)
     if elementwise:
-        assert plan.placement.unsliced == {}
-        counts = {b.leaf.removeprefix("params/"): b.count for b in plan.placement.table}
+        assert plan.placement.reasons_unsliced == {}
+        counts = {b.leaf.removeprefix("params/"): b.count for b in plan.placement.all_blocks}
         free = {
             "bias": 2,
             "embedding": 3,
@@ -211,7 +211,7 @@ def test_three_servers_compute_what_whole_arrays_compute(case):
         assert counts == {n: free[n] for n in params if f"params/{n}" not in plan.frozen}
         no_full_shapes(plan)
     else:
-        for leaf, reason in plan.placement.unsliced.items():
+        for leaf, reason in plan.placement.reasons_unsliced.items():
             assert plan.placement.blocks[leaf][0].count == 1
             assert f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}" in str(
                 plan
@@ -284,7 +284,7 @@ def test_a_full_shape_constant_is_read_twice():
         i = jnp.ones((), g.dtype) if g.ndim == 0 else jax.lax.broadcasted_iota(g.dtype, g.shape, 0)
         return g * i + p * i + jnp.cumsum(i, 0) * g if g.ndim else g, i * m
 
-    assert agree(per_leaf(fn)).placement.unsliced == {}
+    assert agree(per_leaf(fn)).placement.reasons_unsliced == {}
 
 
 def test_a_shared_array_of_state_is_read_twice():
@@ -294,7 +294,7 @@ def test_a_shared_array_of_state_is_read_twice():
         i = jnp.cumsum(jnp.full(g.shape, count, g.dtype), 0)
         return g * i + p * i, m * i
 
-    assert agree(per_leaf(fn)).placement.unsliced == {}
+    assert agree(per_leaf(fn)).placement.reasons_unsliced == {}
 
 
 def test_a_table_of_the_leaf_shape_is_cut_with_it():
@@ -304,7 +304,7 @@ def test_a_table_of_the_leaf_shape_is_cut_with_it():
         return {n: g * tables[n] + tables[n] for n, g in grads.items()}, state
 
     plan = agree(update)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
     for endpoint, units in plan.placement.units.items():
         of = {b.name: b for b in blocks_of(plan, endpoint)}
@@ -332,7 +332,7 @@ def test_a_flat_view_of_a_leaf_is_cut_where_its_rows_begin():
         return {n: flat[n].reshape(g.shape) for n, g in grads.items()}, state
 
     plan = agree(update)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -349,7 +349,7 @@ def test_what_rows_are_reduced_to_meets_rows_of_the_same_number():
         return g * columns[:, None], m + jnp.exp(-(columns**2))[:, None] * p
 
     plan = agree(per_leaf(fn), shapes={"a": (6, 6), "b": (4,)})
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
 
 
 def test_noise_is_drawn_for_the_rows_of_a_block():
@@ -371,7 +371,7 @@ def test_a_mask_broadcast_along_rows_and_along_columns():
         return jnp.where(columns > rows, g, p), m + rows * count
 
     plan = agree(per_leaf(fn))
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -384,7 +384,7 @@ def test_operands_of_size_one_are_broadcast_in_every_block():
         return g * rows + p * columns, m + rows * columns
 
     plan = agree(per_leaf(fn))
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -393,7 +393,7 @@ def test_state_that_swaps_places_follows_its_leaf():
         return grads, {"x": state["y"], "y": jax.tree.map(jnp.add, state["x"], grads)}
 
     zeros = lambda p: jax.tree.map(jnp.zeros_like, p)
-    assert agree(update, lambda p: {"x": zeros(p), "y": zeros(p)}).placement.unsliced == {}
+    assert agree(update, lambda p: {"x": zeros(p), "y": zeros(p)}).placement.reasons_unsliced == {}
 
 
 def test_state_kept_under_the_name_of_another_leaf_lives_with_the_leaf_it_is_made_of():
@@ -403,7 +403,7 @@ def test_state_kept_under_the_name_of_another_leaf_lives_with_the_leaf_it_is_mad
         return grads, {"v": grads["w"], "w": grads["v"]}
 
     plan = agree(update, lambda p: jax.tree.map(jnp.zeros_like, p), shapes)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     for endpoint, units in plan.placement.units.items():
         for block, unit in zip(blocks_of(plan, endpoint), units, strict=True):
             leaf, i = unit.blocks[0].leaf, unit.blocks[0].index
@@ -419,7 +419,7 @@ def test_state_that_never_changes_is_cut_with_the_leaf_it_is_read_beside():
         update,
         lambda p: jax.tree.map(lambda x: jnp.cumsum(jnp.ones_like(x).ravel()).reshape(x.shape), p),
     )
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     assert plan.update.shared_state == ("opt_state/d",)
 
 
@@ -429,7 +429,7 @@ def test_a_barrier_over_rows_and_a_count_does_not_cut_the_count():
         return {**grads, "a": a * count}, {**state, "count": count + 1}
 
     plan = agree(update)
-    assert set(plan.placement.unsliced) == {"params/a"}
+    assert set(plan.placement.reasons_unsliced) == {"params/a"}
 
 
 def test_a_number_taken_from_a_row_keeps_the_leaf_whole():
@@ -437,8 +437,8 @@ def test_a_number_taken_from_a_row_keeps_the_leaf_whole():
         return grads, {"last": grads["a"][2, 1]}
 
     plan = agree(update, lambda p: {"last": jnp.zeros((), p["a"].dtype)})
-    assert set(plan.placement.unsliced) == {"params/a"}
-    assert plan.placement.unsliced["params/a"].startswith("slice mixes rows of f64[5,3]")
+    assert set(plan.placement.reasons_unsliced) == {"params/a"}
+    assert plan.placement.reasons_unsliced["params/a"].startswith("slice mixes rows of f64[5,3]")
     assert plan.placement.blocks["params/b"][0].count == 2
 
 
@@ -469,7 +469,7 @@ def variants(plan, params, deaf):
             {n: jnp.asarray(rng.normal(size=p.shape) * scale, p.dtype) for n, p in params.items()},
         )
     grads = {n: rng.normal(size=p.shape) for n, p in params.items()}
-    for block in plan.placement.table:
+    for block in plan.placement.all_blocks:
         name = block.leaf.removeprefix("params/")
         rows = slice(None) if block.span is None else slice(block.span.start, block.span.stop)
         at = () if block.span is None else (rows,)
@@ -568,7 +568,7 @@ def test_each_server_holds_its_share_of_parameters_and_state(name):
         servers=4,
         min_block_size=1024,
     )
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     job = plan.on_mesh(unsplit_inputs=list(plan.trainer.in_names[len(params) :]))
     state = job.init(params)
     total = sum(x.nbytes for x in jax.tree.leaves((params, tx.init(params))))
@@ -594,7 +594,7 @@ def test_a_loop_that_carries_rows_and_something_shared_becomes_two():
         return {**grads, "a": a, "b": grads["b"] * n}, {**state, "count": n + 1}
 
     plan = agree(update)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -612,7 +612,7 @@ def test_a_number_of_a_leaf_on_one_server_is_sent_into_a_loop_of_another():
         }, state
 
     plan = agree(update)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -623,7 +623,7 @@ def test_a_branch_that_gives_rows_or_a_number_of_another_leaf():
         return {**grads, "a": a}, {**state, "count": state["count"] + 1}
 
     plan = agree(update)
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     assert plan.placement.blocks["params/a"][0].count == 3
 
 
@@ -632,7 +632,7 @@ def test_a_parameter_made_of_a_number_of_another_leaf():
         number = jnp.sum(grads["c"]) + grads["d"]
         return {**grads, "a": number - params["a"], "b": number - params["b"]}, state
 
-    assert agree(update).placement.unsliced == {}
+    assert agree(update).placement.reasons_unsliced == {}
 
 
 def test_state_that_is_a_number_of_one_leaf_and_then_of_another():
@@ -646,7 +646,9 @@ def test_state_that_is_a_number_of_one_leaf_and_then_of_another():
         }
 
     assert (
-        agree(update, lambda p: {n: jnp.ones((), p["d"].dtype) for n in "xyz"}).placement.unsliced
+        agree(
+            update, lambda p: {n: jnp.ones((), p["d"].dtype) for n in "xyz"}
+        ).placement.reasons_unsliced
         == {}
     )
 
@@ -662,7 +664,7 @@ def test_stacked_columns_and_counted_rows_stay_cut():
         ]
 
     plan = agree(per_leaf(fn))
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -684,7 +686,7 @@ def test_rows_are_counted_from_those_of_the_whole_leaf(dtype):
         )
 
     plan = agree(per_leaf(fn), shapes={"w": (700, 2), "c": (1, 2)})
-    assert plan.placement.unsliced == {}
+    assert plan.placement.reasons_unsliced == {}
     no_full_shapes(plan)
 
 
@@ -696,8 +698,10 @@ def test_a_linear_solve_in_an_optimizer_is_not_a_derivative():
         return {**grads, "k": jnp.linalg.solve(k, params["k"])}, state
 
     plan = agree(update, shapes={"k": (3, 2, 2), "b": (4,)})
-    assert set(plan.placement.unsliced) == {"params/k"}
-    assert re.match(r"gather mixes rows of .*\.update\)$", plan.placement.unsliced["params/k"])
+    assert set(plan.placement.reasons_unsliced) == {"params/k"}
+    assert re.match(
+        r"gather mixes rows of .*\.update\)$", plan.placement.reasons_unsliced["params/k"]
+    )
 
 
 def test_sums_of_small_types_are_rounded_once():
@@ -708,6 +712,6 @@ def test_sums_of_small_types_are_rounded_once():
         tx = optax.stateless_with_tree_map(lambda g, p: -0.1 * g * jnp.vdot(g, g))
         loss = lambda p, x: jnp.mean(x) * jnp.sum(p["w"]).astype(x.dtype)
         plan = plan_of(loss, tx, params, jnp.ones(2), servers=3)
-        assert plan.placement.unsliced == {}
+        assert plan.placement.reasons_unsliced == {}
         assert [[r.dtype for r in values] for values in plan.traffic.rounds] == [[jnp.float32]]
         check(tx, params, plan, trainers=1, steps=2)

@@ -121,7 +121,7 @@ def test_jobs_hold_it_still_too(mode: str, name: str) -> None:
     elif mode == "pserver":
         plan = dtrans.pserver(*given, pservers="127.0.0.1:1,127.0.0.1:2", trainers=2)
         assert plan.frozen == ("params/emb",)
-        assert {b.leaf for b in plan.placement.table} == {"params/w"}
+        assert {b.leaf for b in plan.placement.all_blocks} == {"params/w"}
         assert plan.costs()[0].sent == 50 * 2 * 4  # the bytes of trained leaves, of 1,600 bytes
     elif mode == "pipeline":
         plan = dtrans.pipeline(*given, num_stages=2, num_micro_batch=2)

@@ -32,7 +32,7 @@ from dtrans._jax import equations, scope_of
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
 from dtrans.ir.dataflow import backward_slice
-from dtrans.step.forward_backward import refuse_across
+from dtrans.step.forward_backward import refuse_inseparable
 from dtrans.step.halves import Gradient, divide_step
 from dtrans.step.marks import mark_p
 
@@ -354,7 +354,7 @@ def test_the_program_of_a_cut_is_the_step():
 
 def refused(step, *args, match):
     with pytest.raises(GradientError, match=match) as e:
-        refuse_across(divide_step(dtrans.trace(step, *args)), "which only the trainers have")
+        refuse_inseparable(divide_step(dtrans.trace(step, *args)), "which only the trainers have")
     return str(e.value)
 
 
@@ -646,7 +646,7 @@ def test_an_optimizer_that_is_told_the_loss_is_refused_by_name(tx, who):
     with pytest.raises(
         dtrans.errors.OptimizerError, match=f"{who} uses loss, which only the trainers have"
     ):
-        refuse_across(divide_step(program), "which only the trainers have")
+        refuse_inseparable(divide_step(program), "which only the trainers have")
 
 
 def test_a_gradient_computed_from_another_gradient_is_refused_for_several_trainers():
@@ -722,7 +722,7 @@ def test_state_that_the_batch_enters_is_looked_for_once(monkeypatch):
             jnp.ones((8, 4)),
         )
         passes.clear()
-        need = divide_step(main).across or divide_step(main).argument_need
+        need = divide_step(main).inseparable_need or divide_step(main).argument_need
         assert need is not None and need.what.endswith("state/means/0 is updated with x")
         return len(passes)
 

@@ -153,10 +153,10 @@ def _blocks(eqn: Any) -> Iterator[str]:
 def of_servers(plan: Any, trainer_id: int = 0) -> list[str]:
     """Return lines for the blocks, the owners, and the programs of a trainer and of each server."""
     found = []
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         rows = "-" if b.span is None else f"{b.span.start}:{b.span.stop}"
         found.append(f"block {b.name} {rows} {b.nbytes} {b.endpoint}")
-    found += [f"whole {leaf}: {why}" for leaf, why in plan.placement.unsliced.items()]
+    found += [f"whole {leaf}: {why}" for leaf, why in plan.placement.reasons_unsliced.items()]
     found += [f"holds {row.slice_name} {row.slice_shape} of {row.origin_name} at {row.offset}, "
 f"{row.vtype}, "
               f"{row.endpoint}" for row in plan.overview]  # fmt: skip

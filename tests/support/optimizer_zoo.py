@@ -636,9 +636,9 @@ def row(name: str, plan: PServerPlan) -> str:
     """Return the row of one optimizer."""
     case = CASES[name]
     with_rows = [n for n in plan.placement.blocks if plan.main.inputs[n].shape]
-    sliced = [n for n in with_rows if n not in plan.placement.unsliced]
+    sliced = [n for n in with_rows if n not in plan.placement.reasons_unsliced]
     whole: dict[str, list[str]] = {}
-    for leaf, reason in plan.placement.unsliced.items():
+    for leaf, reason in plan.placement.reasons_unsliced.items():
         # shorten `svd mixes rows of f32[7,2] (optax.contrib.scale_by_galore)` to `svd mixes rows`
         found = re.fullmatch(r"(\w+) (.*?)( of \S+)?( \(.*\))?", reason)
         why = f"`{found[1]}` {found[2]}" if found else reason

@@ -22,7 +22,7 @@ from dtrans.protocol.tables.table_rows import block_parts, runs_of, wanted_of
 from dtrans.protocol.trainer.announced_lookups import LookedUp
 from dtrans.protocol.trainer.generation_member import GenerationMember
 from dtrans.protocol.trainer.operation import Operation
-from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.server_link import FailureReport, OperationWait, ServerLink
 from dtrans.protocol.trainer.traffic import Leaf, Traffic
 from dtrans.protocol.trainer.traffic_loop import TrafficLoop
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
@@ -122,7 +122,7 @@ class SimulatedTrainer(Process):
         self.between = BetweenSteps(case, k, TrainerSteps(lambda ep: self._links[ep].line))
         self._open(self.number)
         self._script = self._run()
-        self._wait: OperationWait | LastWords | Callable[[], bool] = lambda: True
+        self._wait: OperationWait | FailureReport | Callable[[], bool] = lambda: True
         self._computes = False
         # error to be raised inside the script
         self._failed: BaseException | None = None
@@ -188,8 +188,8 @@ class SimulatedTrainer(Process):
             else:
                 return
 
-    def _last_words(self, link: ServerLink, reason: str) -> LastWords:
-        return LastWords(self._transport, link, reason)
+    def _last_words(self, link: ServerLink, reason: str) -> FailureReport:
+        return FailureReport(self._transport, link, reason)
 
     def _train(self) -> Script:
         yield from self._greet()

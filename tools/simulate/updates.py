@@ -17,7 +17,7 @@ import numpy as np
 
 from dtrans._jax import ClosedJaxpr
 from dtrans.parameter_server.replica_placement import backups_of
-from dtrans.protocol.server.exchange import Alike, Exchange
+from dtrans.protocol.server.exchange import Exchange, ReductionGroup
 from dtrans.protocol.server.replication import Primary, Replication
 from dtrans.protocol.server_blocks import (
     RowGradient,
@@ -271,7 +271,7 @@ def primary_of(blocks: ServerBlocks) -> Primary:
 
 def _exchange(case: Case, endpoint: str) -> Exchange:
     everywhere = case.endpoints
-    kinds = (Alike("float32", "sum", everywhere, everywhere, ("norm",), ((1,),)),)
+    kinds = (ReductionGroup("float32", "sum", everywhere, everywhere, ("norm",), ((1,),)),)
     nothing: Any = None  # the simulated update needs no jaxpr
     local: ClosedJaxpr = nothing
     return Exchange(endpoint, 1, kinds, local, ("norm",), (), (("norm", "norm"),))

@@ -161,11 +161,11 @@ def _choose_update(
     """Return the `Table` of one leaf; raise ConfigError if the leaf cannot have this option."""
     zero = at_zero_gradient(analysis, name, constant_outputs(startup))
     if beside:
-        moves = (*zero.moves, *(name + suffix for suffix in beside))
-        zero = dataclasses.replace(zero, moves=moves)
+        moves = (*zero.changes, *(name + suffix for suffix in beside))
+        zero = dataclasses.replace(zero, changes=moves)
     if option.update == "lazy":
         why = _why_all_rows(zero)
-        if zero.moves and not why:
+        if zero.changes and not why:
             why = find_accumulation(analysis, name)
         if why:
             raise ConfigError(f"sparse: {name} cannot have update='lazy': {why}. {otherwise}")
@@ -211,13 +211,13 @@ def _table(name: str, lookups: TableLookups, zero: ZeroGradient, option: Rows) -
         return Table(
             lookups, zero, False, False, "lazy: rows that no trainer looks up stay unchanged"
         )
-    if not zero.moves and not all_rows:
+    if not zero.changes and not all_rows:
         why = "dense: rows that no trainer looks up would not change"
         return Table(lookups, zero, False, False, why)
     why = all_rows
-    if zero.moves:
-        verb = "change" if len(zero.moves) > 1 else "changes"
-        why = f"{', '.join(zero.moves)} {verb} even if the gradient is zero"
+    if zero.changes:
+        verb = "change" if len(zero.changes) > 1 else "changes"
+        why = f"{', '.join(zero.changes)} {verb} even if the gradient is zero"
     if option.update is None:
         raise ConfigError(
             f"sparse: dtrans.Rows for {name} needs update='dense' or update='lazy', since {why}. "
@@ -255,12 +255,12 @@ def _why_all_rows(zero: ZeroGradient) -> str:
     Args:
       zero: the effect of the update on rows that have a gradient of zero.
     """
-    if zero.counts:
-        return f"{zero.counts} reduces over all rows"
-    if zero.positions:
-        return f"{zero.positions} computes a row from its row id"
-    if zero.unlike:
-        return f"{zero.unlike[0]} has the rows along another dimension than 0"
+    if zero.reduction_over_rows:
+        return f"{zero.reduction_over_rows} reduces over all rows"
+    if zero.index_dependence:
+        return f"{zero.index_dependence} computes a row from its row id"
+    if zero.state_on_other_axis:
+        return f"{zero.state_on_other_axis[0]} has the rows along another dimension than 0"
     return ""
 
 

@@ -98,18 +98,18 @@ class Lookups:
       refused: leaves that cannot be tables, although the step reads rows of them; a dict from name
         to the reason.
       eqns: the equations of forward and backward.
-      plain: the same equations. In the bodies of loops and branches, calls are inlined.
-      flow: the result of row analysis (`dtrans.rows`) of `plain`.
-      numbering: added equations that compute the row ids of lookups in loops and branches. They run
+      inlined_eqns: the same equations. In the bodies of loops and branches, calls are inlined.
+      flow: the result of row analysis (`dtrans.rows`) of `inlined_eqns`.
+      id_eqns: added equations that compute the row ids of lookups in loops and branches. They run
         before these loops and branches.
     """
 
     tables: Mapping[str, TableLookups]
     refused: Mapping[str, str]
     eqns: Sequence[JaxprEqn]
-    plain: Sequence[JaxprEqn]
+    inlined_eqns: Sequence[JaxprEqn]
     flow: Flow
-    numbering: Sequence[JaxprEqn]
+    id_eqns: Sequence[JaxprEqn]
 
 
 @dataclasses.dataclass(eq=False)
@@ -303,7 +303,7 @@ def _find_zeros(
         # Rows of the gradient are not followed through stacked outputs of a scan, or through the
         # predicate of a cond.
         analysis = BackwardAnalysis[RowAxis | None](
-            _first, rule, None, turn=_none, stack=_none, decide=_none
+            _first, rule, None, slice_fact=_none, stack=_none, decide=_none
         )
         ends: list[tuple[Atom, RowAxis | None]] = [(gradient, row)]
         backward(analysis, eqns, ends)
@@ -389,8 +389,8 @@ def _table(
     for x in picks:
         if x.leaf == leaf:
             found = adds if adds_rows(x.eqn) and id(x.eqn) not in updates else reads
-            key = atom_key(x.numbers), x.component, x.outside, x.count
-            found[key] = x.numbers, x.component, x.outside, x.count
+            key = atom_key(x.row_ids), x.component, x.outside, x.count
+            found[key] = x.row_ids, x.component, x.outside, x.count
     ids = list(reads.values())
     read_values = set()
     size = 0

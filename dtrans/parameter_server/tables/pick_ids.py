@@ -51,13 +51,13 @@ class RowLookup:
     Attributes:
       eqn: the equation that reads the rows.
       leaf: name of the table.
-      numbers: the row ids, as a value that is computed outside of all loops and branches.
+      row_ids: the row ids, as a value that is computed outside of all loops and branches.
       component, outside, count: as in `RowPick`.
     """
 
     eqn: JaxprEqn
     leaf: str
-    numbers: Atom
+    row_ids: Atom
     component: int | None
     outside: str
     count: int
@@ -103,7 +103,7 @@ def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], l
             assert row is not None
             numbers = eqn.invars[step.numbers]
             found.append(
-                RowLookup(eqn, row.leaf, numbers, step.component, step.outside, step.count)
+                RowLookup(eqn, row.leaf, numbers, step.component, step.out_of_range, step.count)
             )
         elif eqn.primitive.name == SCAN and step.bodies:
             inside, new = _in_scan(eqn, bodies(eqn)[0], step.bodies[0], known)
@@ -143,7 +143,7 @@ def _in_branches(
     for body, read, flow in branches:
         env: dict[Var, Atom] = dict(zip(body.invars, values_at(eqn.invars, read), strict=True))
         inside, new = lookups_in(body.eqns, flow)
-        numbers = [x.numbers for x in inside]
+        numbers = [x.row_ids for x in inside]
         for inner in needed_equations([*body.eqns, *new], numbers):
             extra += _copy_outside(inner, env, known)
         found += _with_outer_numbers(inside, env)
@@ -167,7 +167,7 @@ def _in_scan(
         stacked = body.outvars[j]
         if isinstance(stacked, Var):
             env[stacked] = eqn.outvars[j]
-    ids = dict.fromkeys(variables(x.numbers for x in inside))
+    ids = dict.fromkeys(variables(x.row_ids for x in inside))
     wanted = [v for v in ids if v not in env]
     extra = []
     if wanted:
@@ -203,7 +203,7 @@ def _with_outer_numbers(picks: Iterable[RowLookup], env: Mapping[Var, Atom]) -> 
     """
     found = []
     for x in picks:
-        found.append(dataclasses.replace(x, numbers=_outer(x.numbers, env)))
+        found.append(dataclasses.replace(x, row_ids=_outer(x.row_ids, env)))
     return found
 
 

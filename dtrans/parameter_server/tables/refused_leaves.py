@@ -109,9 +109,9 @@ def find_refused_ids(
         return not tables.isdisjoint(variables_read(numbers_first(eqns, numbers, like)))
 
     found: dict[str, str] = {}
-    if depend([x.numbers for x in picks]):
+    if depend([x.row_ids for x in picks]):
         for x in picks:
-            if depend([x.numbers]):
+            if depend([x.row_ids]):
                 found[x.leaf] = f"the rows that {_text(x.eqn)} picks depend on rows of a table"
     return found
 

@@ -23,14 +23,15 @@ class RowPick(Step):
       component: the operand may contain index vectors along its last dimension, with one index for
         each indexed dimension of the leaf. This is the position of the row id in an index vector.
         None if the operand is a single id.
-      outside: treatment of ids that are outside the table. "error": the trainer raises an error;
-        "clip": the nearest row is read; "drop": no row is read, and the result is a fill value.
+      out_of_range: treatment of ids that are outside the table. "error": the trainer raises an
+        error; "clip": the nearest row is read; "drop": no row is read, and the result is a fill
+        value.
       count: the number of consecutive rows that begin at an id, as in a slice.
     """
 
     numbers: int = 1
     component: int | None = None
-    outside: str = "error"
+    out_of_range: str = "error"
     count: int = 1
 
 
@@ -49,7 +50,7 @@ def _gather(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     outside = _outside(eqn, numbers.collapsed_slice_dims, row)
     if size > 1 and outside != "error":
         return None
-    return RowPick((row, None), (SHARED,), component=component, outside=outside, count=size)
+    return RowPick((row, None), (SHARED,), component=component, out_of_range=outside, count=size)
 
 
 def _scatter(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
@@ -69,7 +70,7 @@ def _scatter(eqn: JaxprEqn, row: RowAxis) -> RowPick | None:
     outside = _outside(eqn, numbers.inserted_window_dims, row)
     if size > 1 and outside != "error":
         return None
-    return RowPick((row, None, None), (row,), component=component, outside=outside, count=size)
+    return RowPick((row, None, None), (row,), component=component, out_of_range=outside, count=size)
 
 
 def _is_window(size: int, rows: int) -> bool:
@@ -146,4 +147,4 @@ def find_pick(eqn: JaxprEqn, row: RowAxis, producers: Mapping[Var, JaxprEqn]) ->
     if scatter is None or scatter.primitive.name != "scatter":
         return pick
     written = _scatter(scatter, row)
-    return pick if written is None else dataclasses.replace(pick, outside=written.outside)
+    return pick if written is None else dataclasses.replace(pick, out_of_range=written.out_of_range)

@@ -35,9 +35,9 @@ class TableBlock:
       gradients: maps each trainer id to the name under which the trainer sends gradients of the
         block.
       updates_all: True if each update runs on all rows.
-      moves: True if an update also changes rows that no trainer looked up, or their optimizer
-        state, for example by momentum. Servers apply these changes later, before a trainer reads
-        the row.
+      changes_other_rows: True if an update also changes rows that no trainer looked up, or their
+        optimizer state, for example by momentum. Servers apply these changes later, before a
+        trainer reads the row.
       leaf_moves: True if these changes include the rows of the leaf, not only their optimizer
         state.
       initial_values: the initial value of each state array, by name, if every row keeps it until
@@ -55,7 +55,7 @@ class TableBlock:
     arrays: tuple[str, ...]
     gradients: Mapping[int, str]
     updates_all: bool
-    moves: bool = False
+    changes_other_rows: bool = False
     initial_values: Mapping[str, Any] | None = None
     limit: int | None = None
     on_trainers: bool = False

@@ -91,11 +91,11 @@ def _pick(
         atoms.append(w.read(a, layout))
     numbers, uniq = atoms[step.numbers], w.rows.uniq[row.leaf]
     rows = eqn.invars[0].aval.shape[row.axis]
-    key = atom_key(numbers), step.component, step.outside, uniq
+    key = atom_key(numbers), step.component, step.out_of_range, uniq
     if key not in positions:
-        fn = _position(rows, step.outside)
+        fn = _position(rows, step.out_of_range)
         if step.component is not None:
-            fn = _with_position(step.component, rows, step.outside)
+            fn = _with_position(step.component, rows, step.out_of_range)
         (positions[key],) = w.b.call(fn, numbers, uniq)
     atoms[step.numbers] = positions[key]
     types = []
@@ -147,10 +147,10 @@ class TableWriter:
         self._tables, self._where, self._state = found.tables, where, state
         self.rows: dict[str, Var] = {}
         self._plain: dict[int, tuple[JaxprEqn, Step | None]] = {}
-        for i, (eqn, plain) in enumerate(zip(found.eqns, found.plain, strict=True)):
+        for i, (eqn, plain) in enumerate(zip(found.eqns, found.inlined_eqns, strict=True)):
             self._plain[id(eqn)] = plain, found.flow.steps.get(i)
         self._done = set[int]()
-        self._write_ids([*eqns, *found.numbering], eqns, roles, jaxpr)
+        self._write_ids([*eqns, *found.id_eqns], eqns, roles, jaxpr)
         self._prefetch(tables)
 
     def _write_ids(

@@ -99,23 +99,23 @@ class ZeroGradient:
     change these rows, servers update only the other rows.
 
     Attributes:
-      moves: names of the arrays that change in this row: the parameter, or optimizer state.
-      counts: description of a reduction over all rows, if this row changes its result; otherwise
-        empty. (It does not change the norm of gradients, for example.)
-      positions: description of an equation that computes a row's value from the row's index; empty
-        if there is none.
+      changes: names of the arrays that change in this row: the parameter, or optimizer state.
+      reduction_over_rows: description of a reduction over all rows, if this row changes its result;
+        otherwise empty. (It does not change the norm of gradients, for example.)
+      index_dependence: description of an equation that computes a row's value from the row's index;
+        empty if there is none.
       state: names of the arrays of the optimizer state that have a row for each row of the
         parameter.
-      unlike: names of arrays in `state` whose rows are not along dimension 0.
+      state_on_other_axis: names of arrays in `state` whose rows are not along dimension 0.
       initial_values: the initial values of arrays in `state`, by name, if rows keep them until
         their first gradient. None if some array changes before.
     """
 
-    moves: tuple[str, ...]
-    counts: str
-    positions: str
+    changes: tuple[str, ...]
+    reduction_over_rows: str
+    index_dependence: str
     state: tuple[str, ...]
-    unlike: tuple[str, ...]
+    state_on_other_axis: tuple[str, ...]
     initial_values: Mapping[str, Any] | None
 
 

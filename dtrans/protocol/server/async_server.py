@@ -214,7 +214,7 @@ class AsyncServer:
     def row_ids(self, k: int, message: wire.Message) -> None:
         """Receive the row ids of the gradients of tables that trainer k sends next."""
         step = self._steps.check_number(k, message)
-        self._requests.follows(k, message, step.grads)
+        self._requests.take_row_ids(k, message, step.grads)
 
     def evict(self, k: int, message: wire.Message) -> None:
         """Evict the rows of a table that have no recent update and no pending gradient."""

@@ -29,11 +29,13 @@ from dtrans.ir.selection import values_at
 from dtrans.ops import OptimizeBlock, all_reduce_p, combine
 
 
-Parcel = tuple["Alike", ...]  # the reductions in the vectors for one server, in their order
+Parcel = tuple[
+    "ReductionGroup", ...
+]  # the reductions in the vectors for one server, in their order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Alike:
+class ReductionGroup:
     """Group of reductions that differ only in name and shape.
 
     Attributes:
@@ -75,7 +77,7 @@ class Exchange:
 
     me: str
     level: int
-    kinds: tuple[Alike, ...]
+    kinds: tuple[ReductionGroup, ...]
     local: ClosedJaxpr
     owned: tuple[str, ...]
     plain: tuple[str, ...]
@@ -212,19 +214,19 @@ def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
     return found
 
 
-def _by_dtype(parcel: Parcel) -> dict[str, list[Alike]]:
+def _by_dtype(parcel: Parcel) -> dict[str, list[ReductionGroup]]:
     """Return a map from each dtype to its reductions, in their order in the dtype's vector."""
-    found: dict[str, list[Alike]] = {}
+    found: dict[str, list[ReductionGroup]] = {}
     for kind in parcel:
         found.setdefault(kind.dtype, []).append(kind)
     return found
 
 
-def _size(kind: Alike) -> int:
+def _size(kind: ReductionGroup) -> int:
     return sum(kind.sizes)
 
 
-def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, ...]:
+def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[ReductionGroup, ...]:
     """Group reductions that differ only in name and shape.
 
     The groups, and the reductions in a group, are sorted, so all servers get them in the same
@@ -240,13 +242,13 @@ def _alike(reductions: Sequence[tuple[Mapping[str, Any], Any]]) -> tuple[Alike, 
     kinds = []
     for (dtype, op, owners, over), group in itertools.groupby(sorted(rows), lambda row: row[:4]):
         names, shapes = zip(*(row[4:] for row in group), strict=True)
-        kinds.append(Alike(dtype, op, owners, over, names, shapes))
+        kinds.append(ReductionGroup(dtype, op, owners, over, names, shapes))
     return tuple(kinds)
 
 
-def _unpacked(parcel: Parcel, vectors: Sequence[jax.Array]) -> dict[Alike, jax.Array]:
+def _unpacked(parcel: Parcel, vectors: Sequence[jax.Array]) -> dict[ReductionGroup, jax.Array]:
     """Split one server's vectors into one vector for each group of reductions."""
-    found: dict[Alike, jax.Array] = {}
+    found: dict[ReductionGroup, jax.Array] = {}
     for kinds, vector in zip(_by_dtype(parcel).values(), vectors, strict=True):
         pieces = jax.lax.split(vector, [_size(kind) for kind in kinds])
         found |= zip(kinds, pieces, strict=True)

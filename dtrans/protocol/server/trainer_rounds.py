@@ -34,18 +34,18 @@ class RoundValue:
     Attributes:
       dtype: dtype of a trainer's part.
       shape: shape of a trainer's part.
-      way: name and arguments of the collective that merges the parts, such as ("all_reduce",
+      collective: name and arguments of the collective that merges the parts, such as ("all_reduce",
         "sum").
     """
 
     dtype: str
     shape: tuple[int, ...]
-    way: tuple[Any, ...]
+    collective: tuple[Any, ...]
 
     @property
     def row(self) -> list[Any]:
         """The value as an item of the field `values` of `exchange`: [dtype, shape, way]."""
-        return [self.dtype, list(self.shape), list(self.way)]
+        return [self.dtype, list(self.shape), list(self.collective)]
 
     def room(self) -> np.ndarray:
         """Allocate memory for a part."""
@@ -157,11 +157,11 @@ class TrainerRounds:
             mine = lambda x, axis: np.split(x, len(order), axis)[i]
             merged = []
             for value, arrays in zip(values, each, strict=True):
-                result = exchanged(value.way, arrays, mine, np)
+                result = exchanged(value.collective, arrays, mine, np)
                 merged.append(np.asarray(result, value.dtype))
             return merged
 
-        if all(COLLECTIVES[v.way[0]].same_for_all for v in values):
+        if all(COLLECTIVES[v.collective[0]].same_for_all for v in values):
             return dict.fromkeys(order, answer(0))
         return {k: answer(i) for i, k in enumerate(order)}
 

@@ -142,7 +142,7 @@ class RowRequests:
         if self._tables[name].backed:
             self._backups[k, name] = RowGradient(ids, rows)
 
-    def follows(self, k: int, message: wire.Message, grads: Inbox) -> None:
+    def take_row_ids(self, k: int, message: wire.Message, grads: Inbox) -> None:
         """Receive a `row_ids` message: trainer k sends gradients of these table rows next.
 
         A communicator merges gradients of several steps, so their rows differ from the rows of one

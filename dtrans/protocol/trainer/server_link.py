@@ -283,7 +283,7 @@ class OperationWait:
                     self._refused.append(link)
 
 
-class LastWords:
+class FailureReport:
     """Loop of a failed trainer that tells a server the reason, and waits for an answer.
 
     In answer, a synchronous server ends, and an asynchronous server sends `goodbye`. The loop

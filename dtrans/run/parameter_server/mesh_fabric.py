@@ -212,11 +212,11 @@ class _MeshServer:
         self._tables = {}
         for n, t in update.tables.items():
             self._tables[n] = dataclasses.replace(
-                t, updates_all=t.updates_all or (t.moves and not late)
+                t, updates_all=t.updates_all or (t.changes_other_rows and not late)
             )
         self._missed: dict[str, MissedSteps] = {}
         for n, t in self._tables.items():
-            if t.moves and not t.updates_all:
+            if t.changes_other_rows and not t.updates_all:
                 self._missed[n] = MissedSteps(update, t)
         if self._missed:
             reads: set[str] = set()
@@ -442,7 +442,9 @@ class StepFabric(MeshFabric):
     def _check_finite(self) -> None:
         """Check the recorded gradients; warn or raise NonfiniteError if one is not finite."""
         names, gradients, stacked = zip(*self._sent, strict=True)
-        blocks = {b.gradient(0, self._plan.trainers): b.name for b in self._plan.placement.table}
+        blocks = {
+            b.gradient(0, self._plan.trainers): b.name for b in self._plan.placement.all_blocks
+        }
         bad: dict[int | None, list[str]] = {}
         finite = jax.device_get(_finite(gradients, stacked))
         for name, each, is_stacked in zip(names, finite, stacked, strict=True):

@@ -425,7 +425,7 @@ class _OrderedServer:
         memory = {}
         for n, t in update.tables.items():
             if not t.updates_all:
-                missed = MissedSteps(update, t) if t.moves else None
+                missed = MissedSteps(update, t) if t.changes_other_rows else None
                 memory[n] = TracedMemory(t, missed, state)
         self._blocks, self._backed = BlockUpdates(update, state, memory), update.served.backed
         # With delay compensation: (trainer, block) -> the rows that the trainer has received
@@ -682,7 +682,7 @@ class _OrderedTrainer:
             return values
         params, rows_of_tables = split_push(eqn, values)
         if self._geo is None:
-            leaf_of_block = {b.name: b.leaf for b in self._job.plan.placement.table}
+            leaf_of_block = {b.name: b.leaf for b in self._job.plan.placement.all_blocks}
             for names in p["names"]:
                 self._pushed.append(leaf_of_block[names[0]])
             deltas = list(map(as_deltas, pushed_leaves(eqn)))

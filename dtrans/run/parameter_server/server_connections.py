@@ -20,7 +20,7 @@ from dtrans.errors import ConfigError, LostPeerError, PeerError
 from dtrans.protocol.generations import Generation, Generations, NewGeneration
 from dtrans.protocol.trainer.generation_member import GenerationMember
 from dtrans.protocol.trainer.operation import Operation
-from dtrans.protocol.trainer.server_link import LastWords, OperationWait, ServerLink
+from dtrans.protocol.trainer.server_link import FailureReport, OperationWait, ServerLink
 from dtrans.protocol.trainer.trainer_steps import TrainerSteps, leave
 from dtrans.protocol.transport import LINGER, RETRY
 from dtrans.run.net.keys import Keys
@@ -193,7 +193,7 @@ class ServerConnections:
         """Report a lost server, and return the exception to raise (`GenerationMember.lost`)."""
         return self._member.lost(e)
 
-    def _wait(self, wait: OperationWait | LastWords) -> None:
+    def _wait(self, wait: OperationWait | FailureReport) -> None:
         while not wait.done:
             wait.turn()
 
@@ -279,7 +279,7 @@ class ServerConnections:
         if link.line.endpoint not in self._links:  # `abandon` has closed all connections
             return
         if reason is not None:
-            self._wait(LastWords(self._transport, link, reason))
+            self._wait(FailureReport(self._transport, link, reason))
             link.close()
             return
         try:

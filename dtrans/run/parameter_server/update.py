@@ -184,7 +184,7 @@ class ServerUpdate:
             gradients,
             any(name + BACKUP in b.in_names for b in self.blocks),
             table.on_trainers,
-            table.updates_all or table.moves,
+            table.updates_all or table.changes_other_rows,
             staleness=table.staleness,
         )
 

@@ -308,7 +308,7 @@ class ConnectedProcesses(OneProcess):
         elif origin == self.me:
             self._links.send(target, self._round, number, env[ins.source])
         elif target == self.me:
-            what = f"{ins.what} for stage {ins.stage}"
+            what = f"{ins.label} for stage {ins.stage}"
             x = self._receive(origin, number, self._types_of_step[number], what)
             env[ins.target] = self.at.put(ins, x)
 

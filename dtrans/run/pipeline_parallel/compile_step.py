@@ -174,7 +174,7 @@ def _write_task(
     reads = [d.slots.operand(s, n, task.micro) for n in p.in_names]
     makes = list(map(slot_of, p.out_names))
     if is_numbered(d.at, p, d.batch):
-        reads.append(d.slots.number(s.index, task.micro))
+        reads.append(d.slots.micro_index(s.index, task.micro))
     # The new sums of gradients reuse the memory of the old sums.
     donated = [i for i, n in enumerate(p.in_names) if n in s.sums and n in p.outputs]
     fn = lambda: of_micro_batch(d.at, p, d.batch)

@@ -68,7 +68,7 @@ class _UpdateValues:
             )
 
         # Arguments of the step.
-        home = placed.home[n]
+        home = placed.stage_of_input[n]
         if n in plan.update.arguments:
             if at.host is None:
                 return slots.array(stage, n)
@@ -111,7 +111,7 @@ def write_update(d: StepBuilder) -> tuple[StateSlots, ResultSlots]:
             _send(values, v, origin, targets)
     for number, piece in enumerate(placed.pieces):
         _write_piece(values, piece, placed.pieces[number + 1 :])
-        for v in piece.makes:
+        for v in piece.outputs:
             _send(values, v, piece.place, targets)
     return _new_state(values), _results_of_update(values)
 
@@ -174,7 +174,7 @@ def _write_piece(values: _UpdateValues, piece: StagePart, later: Sequence[StageP
     d = values.d
     donated = _donated(values, piece, later) if d.at.donate else ()
     reads = [values.slot(v, piece.place) for v in piece.reads]
-    makes = [values.slot(v, piece.place) for v in piece.makes]
+    makes = [values.slot(v, piece.place) for v in piece.outputs]
     d.run(
         piece,
         lambda: _piece_function(piece),
@@ -198,7 +198,7 @@ def _donated(values: _UpdateValues, piece: StagePart, later: Sequence[StagePart]
     for n, a in plan.update.placed.program.outvars.items():
         if n in plan.state and isinstance(a, Var):
             name_of_new[a] = n
-    new = set(map(name_of_new.get, piece.makes)) - {None}
+    new = set(map(name_of_new.get, piece.outputs)) - {None}
     needed = set(name_of_new)
     for p in later:
         if p.place == piece.place:
@@ -226,7 +226,7 @@ def _new_state(values: _UpdateValues) -> StateSlots:
     outs = placed.program.outvars
     found: StateSlots = {}
     for n in plan.state:
-        home, a = placed.home[n], placed.outputs.get(n, outs[n])
+        home, a = placed.stage_of_input[n], placed.outputs.get(n, outs[n])
         from_forward = n in plan.model.merges and n in plan.model.homes
         for k in range(plan.options.model_stages) if home is None else [home]:
             place = at.place(n, k)
@@ -245,7 +245,7 @@ def _results_of_update(values: _UpdateValues) -> ResultSlots:
     for n, output in placed.program.outvars.items():
         if n not in plan.state:
             a = placed.outputs.get(n, output)
-            stage = placed.out_at[n] or 0
+            stage = placed.stage_of_output[n] or 0
             if (constant := values.constant(a)) is not None:
                 found[n] = (values.d.slots.constant(constant, 0, n), SAME, stage)
                 continue

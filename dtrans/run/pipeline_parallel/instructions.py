@@ -25,15 +25,15 @@ class RunStage:
       stage: index of the stage.
       fn: the compiled program.
       reads, makes: the slots of the program's operands, and of its outputs.
-      what: a name of the instruction, for display.
+      label: a name of the instruction, for display.
       task: the task of the schedule that the program runs; None for other programs.
     """
 
     stage: int
     fn: Callable[..., Sequence[Any]]
     reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    what: str
+    writes: tuple[int, ...]
+    label: str
     task: Task | None = None
 
 
@@ -45,7 +45,7 @@ class Transfer:
       source, target: the slot from which the value is copied, and the slot that receives it.
       origin, stage: the stage that sends the value, and the stage that receives it.
       kind: the sharding of the value on the receiving stage.
-      what: a name of the value, for display.
+      label: a name of the value, for display.
       to_host: True if the value goes to the memory of the receiving host, not to its devices.
     """
 
@@ -54,7 +54,7 @@ class Transfer:
     origin: int
     stage: int
     kind: AxisSharding
-    what: str
+    label: str
     to_host: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Transfer:
         return (self.source,)
 
     @property
-    def makes(self) -> tuple[int, ...]:
+    def writes(self) -> tuple[int, ...]:
         return (self.target,)
 
 
@@ -100,4 +100,4 @@ class StepProgram:
     @property
     def lines(self) -> list[str]:
         """One line of text for each instruction. All processes of a job have the same lines."""
-        return [f"{type(ins).__name__} {ins.stage} {ins.what}" for ins, _ in self.instructions]
+        return [f"{type(ins).__name__} {ins.stage} {ins.label}" for ins, _ in self.instructions]

@@ -295,7 +295,7 @@ class PipelineJob(Job):
             elif ins.stage in self.at.mine:
                 name: Callable[[], str] = functools.partial(str, ins)
                 outputs = call_recorded(name, ins.fn, *values_at(env, ins.reads))
-                for slot, x in zip(ins.makes, outputs, strict=True):
+                for slot, x in zip(ins.writes, outputs, strict=True):
                     env[slot] = x
             if look is not None:
                 look(ins)

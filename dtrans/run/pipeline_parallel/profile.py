@@ -111,7 +111,7 @@ class _Threads:
         self.of_thread: dict[Any, list[int]] = {}
         for i, ins in enumerate(self.list):
             self.waits.append([writer[s] for s in ins.reads if s in writer])
-            writer |= dict.fromkeys(ins.makes, i)
+            writer |= dict.fromkeys(ins.writes, i)
             thread: Any = job.plan.device_of(ins.stage)
             if isinstance(ins, Transfer):
                 thread = (job.plan.device_of(ins.origin), thread)
@@ -157,7 +157,7 @@ class _Threads:
             return
         outputs = jax.block_until_ready(ins.fn(*values_at(env, ins.reads)))
         end = time.perf_counter()
-        for slot, x in zip(ins.makes, outputs, strict=True):
+        for slot, x in zip(ins.writes, outputs, strict=True):
             env[slot] = x
         if ins.task is not None:
             self.times.append(TimedTask(ins.task, self.job.plan.device_of(ins.stage), start, end))

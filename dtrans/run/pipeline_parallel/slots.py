@@ -89,7 +89,7 @@ class Slots:
         self.inputs[device, name] = found
         return found
 
-    def number(self, stage: int, micro: int) -> int:
+    def micro_index(self, stage: int, micro: int) -> int:
         """Return the slot number for the index of a micro-batch, a constant that programs read."""
         found = self.slot(SAME, "number", self._at.plan.device_of(stage), micro)
         if found not in self.fixed:
@@ -164,9 +164,9 @@ def with_releases(
     wanted = set(stay)
     found: list[tuple[Instruction, tuple[int, ...]]] = []
     for ins in reversed(instructions):
-        slots = dict.fromkeys((*ins.reads, *ins.makes))
+        slots = dict.fromkeys((*ins.reads, *ins.writes))
         found.append((ins, tuple(slot for slot in slots if slot not in wanted)))
         # this instruction overwrites these slots, so no later instruction reads their old values
-        wanted.difference_update(ins.makes)
+        wanted.difference_update(ins.writes)
         wanted.update(ins.reads)
     return tuple(reversed(found))

@@ -48,7 +48,7 @@ def value_types(
         key = (ins.fn, *((x.shape, x.dtype) for x in reads))
         if key not in known:
             known[key] = jax.eval_shape(ins.fn, *reads)
-        for slot, x in zip(ins.makes, known[key], strict=True):
+        for slot, x in zip(ins.writes, known[key], strict=True):
             env[slot] = x
     for number, (slot, _, _) in enumerate(program.results.values(), len(program.instructions)):
         found[number] = value_type(env[slot])

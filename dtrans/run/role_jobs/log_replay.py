@@ -41,7 +41,7 @@ from dtrans.parameter_server.plan import PServerPlan, ServerPrograms
 from dtrans.protocol.server_blocks import RowGradient, Vectors
 from dtrans.protocol.tables.table_rows import put_in_place
 from dtrans.run.base.batch import on_one_device
-from dtrans.run.executor import Executor, put_on_device, snapshot_for_role
+from dtrans.run.executor import Executor, pieces_for_role, put_on_device
 from dtrans.run.net.generation_log import GenerationRecord, members_of_steps, read_log
 from dtrans.run.parameter_server.equation_leaves import (
     parts_in,
@@ -368,7 +368,7 @@ class _ReplayedTrainer:
         program = program.specialize_flat(flat)
         flat = [*map(on_one_device, flat)]
         if program not in self._pieces:
-            self._pieces[program] = snapshot_for_role(program)
+            self._pieces[program] = pieces_for_role(program)
         run = self._pieces[program].run(flat)
         outs: Any = None
         while True:

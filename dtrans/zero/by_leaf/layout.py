@@ -40,7 +40,7 @@ from dtrans.ir.pytree import TreeSpec, all_names, tuple_of, without
 from dtrans.ir.selection import number_items, subset, values_at
 from dtrans.rows.analysis import analyse
 from dtrans.step.forward_backward import ready_order
-from dtrans.step.halves import GRAD, DividedStep, Name, OptimizeHalf
+from dtrans.step.halves import GRAD, DividedStep, Name, UpdateProgram
 from dtrans.zero.by_leaf.assign import assign_leaves, sum_loads
 from dtrans.zero.by_leaf.packing import BinPart, Bins, unused_root
 from dtrans.zero.by_leaf.update import OwnerWriter, gather_bins, pack_bins, write_function
@@ -69,7 +69,7 @@ class LeafOwners:
     grads: Bins
     state: Bins
     slices: Slices
-    half: OptimizeHalf
+    half: UpdateProgram
     args: tuple[TreeSpec, ...]
     out: TreeSpec
 
@@ -328,7 +328,7 @@ def _spec_of(parts: Mapping[str, BinPart]) -> Callable[[str], ScatterSpec]:
     return lambda name: ScatterSpec(axis=0 if name in parts else None)
 
 
-def _half_of_owners(step: DividedStep) -> tuple[list[str], OptimizeHalf]:
+def _half_of_owners(step: DividedStep) -> tuple[list[str], UpdateProgram]:
     """Return the parameters that need an owner, and the update with these parameters as inputs.
 
     These are all parameters that the update computes. Another parameter needs an owner if the
@@ -352,4 +352,4 @@ def _half_of_owners(step: DividedStep) -> tuple[list[str], OptimizeHalf]:
     inner = half.inner
     outvars = [*inner.outvars, *values_at(variables, more)]
     jaxpr = closed_with(half.jaxpr, invars=[*inner.invars, *new.values()], outvars=outvars)
-    return leaves, OptimizeHalf(jaxpr, (*half.in_names, *new), (*half.out_names, *more))
+    return leaves, UpdateProgram(jaxpr, (*half.in_names, *new), (*half.out_names, *more))

@@ -43,7 +43,7 @@ from dtrans.slicing.blocks import Block, Placement
 from dtrans.slicing.rounds import CrossServerValue
 from dtrans.slicing.server_spec import analyse_update
 from dtrans.slicing.server_update import write_server
-from dtrans.step.halves import Gradient, Name, OptimizeHalf
+from dtrans.step.halves import Gradient, Name, UpdateProgram
 from dtrans.zero.by_leaf.packing import Bins, unused_root
 from dtrans.zero.options import ShardingOptions
 
@@ -141,7 +141,7 @@ class OwnerWriter:
         self.shared_eqns, read = backward_slice(rounds.eqns, outs, crossings)
         self.reduced: dict[int, list[CrossServerValue]] = {}
         for v, c in crossings.items():
-            if len(self.spec.over[v]) > 1 or v in read:
+            if len(self.spec.participants[v]) > 1 or v in read:
                 self.reduced.setdefault(c.level, []).append(c)
 
     def _carried_bins(self, level: int) -> Bins:
@@ -169,7 +169,7 @@ class OwnerWriter:
 
     # -- the program -----------------------------------------------------------------------------
 
-    def half(self) -> OptimizeHalf:
+    def half(self) -> UpdateProgram:
         """Return the update in which each rank updates the parameters that it owns.
 
         Inputs are packed gradients (`grads/float32`), packed state, and full parameters. Outputs
@@ -204,7 +204,7 @@ class OwnerWriter:
         found |= self._write_shared_state(b, values, known)
         found |= {n: bins[f"new {n}"] for n in self.state.types}
         jaxpr = eliminate_dead(b.build(list(found.values())))
-        return OptimizeHalf(jaxpr, tuple(in_names), tuple(found))
+        return UpdateProgram(jaxpr, tuple(in_names), tuple(found))
 
     def _all_reduce(
         self, b: Builder, op: str, reduced: Sequence[CrossServerValue], part: Atom

@@ -31,7 +31,7 @@ SIZES = (5, 8, 8, 3)
 PARAMS, BATCH = mlp_params(SIZES), mlp_batch(4, SIZES)
 PLAN = plan_of(mlp_loss, optax.sgd(0.1), PARAMS, *BATCH, servers=2, trainers=2)
 TRAINER = PLAN.trainer
-NAMES = [b.gradient(0, 2) for b in PLAN.placement.table]
+NAMES = [b.gradient(0, 2) for b in PLAN.placement.all_blocks]
 
 
 def kinds(pieces: Segments) -> list[str]:
@@ -175,7 +175,7 @@ def test_larger_groups_make_fewer_pieces() -> None:
 
 
 def test_a_piece_ends_when_enough_bytes_of_gradients_are_ready() -> None:
-    sizes = {n: b.nbytes for n, b in zip(NAMES, PLAN.placement.table, strict=True)}
+    sizes = {n: b.nbytes for n, b in zip(NAMES, PLAN.placement.all_blocks, strict=True)}
     limit = sum(sizes.values()) // 3
     pieces = divide_program(TRAINER, group_bytes=limit)
     parts = {
@@ -217,7 +217,7 @@ def reference() -> tuple[dict[str, Any], Any]:
     """Return the sent values and the loss, computed by plain JAX."""
     loss, grads = jax.jit(jax.value_and_grad(mlp_loss))(PARAMS, *BATCH)
     sent = {}
-    for b in PLAN.placement.table:
+    for b in PLAN.placement.all_blocks:
         g = grads[b.leaf.removeprefix("params/")]
         sent[b.gradient(0, 2)] = g[b.span.start : b.span.stop] if b.span else g
     return sent, loss

@@ -319,7 +319,7 @@ def test_frozen_leaves_and_statistics_stay_with_their_trainer(role_threads: Role
                           mode=dtrans.Geo(2, block_on_pull=True),
                           placement=dtrans.BlockPlacement(min_block_size=1))  # fmt: skip
     assert plan.frozen == ("params/frozen", "params/seen")
-    assert {b.leaf for b in plan.placement.table} == {"params/w"}
+    assert {b.leaf for b in plan.placement.all_blocks} == {"params/w"}
     on_servers = [role_threads.start(ep, serve, plan, ep, params) for ep in plan.servers]
     assert len(on_servers) == 2
     for k in range(2):

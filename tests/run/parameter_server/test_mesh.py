@@ -166,7 +166,7 @@ def test_nested_pytrees_with_0d_and_one_row_leaves_equal_one_device() -> None:
         params = Net({"a": [w["w1"], w["w2"]]}, jnp.float64(0.7), jnp.ones((1, 3), jnp.float64), ())
         job, state = same_as_one_device(loss, optax.adam(1e-2), params, batches_of(8), servers=4)
         assert isinstance(job.params(state), Net)
-        assert {"params/row", "params/scale"} < {b.name for b in job.plan.placement.table}
+        assert {"params/row", "params/scale"} < {b.name for b in job.plan.placement.all_blocks}
 
 
 class Linen(nn.Module):

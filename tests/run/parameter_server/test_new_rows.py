@@ -107,7 +107,7 @@ def test_a_loop_is_compiled_only_for_rows_of_several_tables() -> None:
 def test_rows_are_those_of_the_init_made_whole(servers: int) -> None:
     plan, whole = planned(optax.adagrad(0.1), servers), np.asarray(jax.jit(drawn)(KEY))
     rng = np.random.default_rng(0)
-    for b in plan.placement.table:
+    for b in plan.placement.all_blocks:
         server, state = begun(plan.servers[b.endpoint])
         assert isinstance(state[b.name], NewRows) and state[b.name].shape == (b.rows, D)
         mine = whole[b.span.start : b.span.stop]
@@ -234,7 +234,7 @@ def test_what_cannot_be_made_row_by_row_is_made_at_the_start() -> None:
 
 def test_a_limit_of_rows_is_kept() -> None:
     plan = planned(optax.adagrad(0.1), 2, limit=10)
-    b = plan.placement.table[0]
+    b = plan.placement.all_blocks[0]
     server, _ = begun(plan.servers[b.endpoint])
     server.rows(b.name, np.arange(5), train=True)
     server.rows(b.name, np.arange(100), train=False)

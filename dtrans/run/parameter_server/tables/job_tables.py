@@ -277,7 +277,7 @@ class TrainerTables(JobTables):
         return self._gather(name, ids, lambda uniq: self._look_up(name, uniq))
 
     def report(self) -> TablesReport:
-        blocks = [b for b in self.plan.placement.table if b.leaf in self.plan.tables.of]
+        blocks = [b for b in self.plan.placement.all_blocks if b.leaf in self.plan.tables.of]
         servers = list(dict.fromkeys(b.endpoint for b in blocks))
         found = self._ask("tables", lambda to: to.tables(servers))
         return TablesReport(tuple(found))

@@ -105,7 +105,7 @@ class TableMemory:
         elif self.maker and not isinstance(initial[0], NewRows):
             self._store_changed([np.asarray(x) for x in initial], self.maker)
         self.missed: MissedSteps | None = None
-        if table.moves:
+        if table.changes_other_rows:
             self.missed = MissedSteps(update, table, self.stored.seen)
             self.missed.start_from(self.arrays, self.stored.count)
         self.reads = () if self.missed is None else tuple(self.missed.reads)
