@@ -26,7 +26,7 @@ def plan_notes(plan: Any) -> list[str]:
     notes += _level_notes(plan)
     notes += _server_notes(plan)
     notes += plan.traffic.notes
-    for leaf, reason in plan.placement.unsliced.items():
+    for leaf, reason in plan.placement.reasons_unsliced.items():
         notes.append(f"{leaf}: whole on {plan.placement.blocks[leaf][0].endpoint}: {reason}")
     notes += _shared_state_notes(plan)
     notes += plan.callback_notes

@@ -185,7 +185,7 @@ def pserver(
       >>> plan = dtrans.pserver(dtrans.trace(step, *init(key), x), dtrans.trace(init, key),
       ...                       pservers="127.0.0.1:6174,127.0.0.1:6175", trainers=2,
       ...                       placement=dtrans.BlockPlacement(min_block_size=1))
-      >>> [(b.name, b.shape, b.endpoint) for b in plan.placement.table]
+      >>> [(b.name, b.shape, b.endpoint) for b in plan.placement.all_blocks]
       [('params/w.block0', (3, 2), '127.0.0.1:6174'), ('params/w.block1', (3, 2), '127.0.0.1:6175')]
       >>> [op.type for op in plan.trainer.ops if op.role in ("rpc", "dist")]
       ['split_byref', 'send', 'send_barrier', 'recv', 'fetch_barrier', 'concat']

@@ -391,7 +391,7 @@ def test_parts_of_an_update_do_what_the_whole_does(groups, tx, replicas):
         )
         made = [v for e in found for v in e.outvars]
         assert len(set(made)) == len(made), "computed twice"
-        made_by = [[name_of[v] for v in p.makes if v in name_of] for p in mine]
+        made_by = [[name_of[v] for v in p.outputs if v in name_of] for p in mine]
         by_leaf = [{leaf_of(n) for n in names if leaf_of(n) in SIX} for names in made_by]
         by_leaf = [names for names in by_leaf if names]
         leaves = [leaf_of(n) for n in plan.stages[place].params]
@@ -483,7 +483,7 @@ def test_parameters_are_fetched_for_each_task_and_nothing_stays(options):
 
     program, env = job.prepare(state, *of.batch)
     fetched = collections.Counter(
-        (m.what, m.stage) for m, _ in program.instructions if is_fetch(m, plan)
+        (m.label, m.stage) for m, _ in program.instructions if is_fetch(m, plan)
     )
     wanted = collections.Counter()
     for task in plan.schedule.sequence():

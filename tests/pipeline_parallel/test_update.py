@@ -33,7 +33,7 @@ def run(placed, values, places):
     inner = placed.program.jaxpr.jaxpr
     env = {}
     for n, v in zip(placed.program.in_names, inner.invars, strict=True):
-        home = placed.home[n]
+        home = placed.stage_of_input[n]
         env |= {(p, v): values[n] for p in (range(places) if home is None else [home])}
     sends = dict.fromkeys(placed.sends)
     assert len(sends) == len(placed.sends), "sent twice"
@@ -49,13 +49,13 @@ def run(placed, values, places):
         missing = [v for v in piece.reads if (piece.place, v) not in env]
         assert not missing, f"{piece.place} reads what was neither made there nor sent: {missing}"
         made = evaluate(piece.jaxpr, *(env[piece.place, v] for v in piece.reads))
-        assert not any((piece.place, v) in env for v in piece.makes), "made twice"
-        env |= {(piece.place, v): x for v, x in zip(piece.makes, made, strict=True)}
+        assert not any((piece.place, v) in env for v in piece.outputs), "made twice"
+        env |= {(piece.place, v): x for v, x in zip(piece.outputs, made, strict=True)}
         deliver()
     assert not sends, "sent, and never made"
     found = {}
     for n, a in zip(placed.program.out_names, inner.outvars, strict=True):
-        at = placed.out_at[n]
+        at = placed.stage_of_output[n]
         for p in range(places) if at is None else [at]:
             found[n, p] = a.val if isinstance(a, Literal) else env[p, a]
     return found
@@ -249,7 +249,7 @@ def test_pieces_in_order_with_sends_are_the_program(case):
     for piece in placed.pieces:
         read = {a for e in piece.jaxpr.jaxpr.eqns for a in e.invars if isinstance(a, Var)}
         assert set(piece.reads) <= read, "it reads what it does not use"
-        assert set(piece.makes) <= made_here(piece)
+        assert set(piece.outputs) <= made_here(piece)
 
 
 def made_here(piece):

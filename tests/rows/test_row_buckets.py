@@ -51,7 +51,7 @@ def test_rows_of_a_value_are_those_of_the_leaf(parts: list[RowBuckets], width: i
         wanted = x[:, p.index].reshape(2, -1)
         assert np.array_equal(flat[:, p.along(row).index], wanted)
         assert (
-            BucketRows(p).type_in(row).type_in(ShapedArray(flat.shape, np.dtype("int32"))).shape
+            BucketRows(p).of(row).type_in(ShapedArray(flat.shape, np.dtype("int32"))).shape
             == wanted.shape
         )
 

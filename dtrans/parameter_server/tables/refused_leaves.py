@@ -99,7 +99,7 @@ def find_refused_ids(
     the id of another row.
 
     Args:
-      eqns: the equations of forward and backward, and `Lookups.numbering`.
+      eqns: the equations of forward and backward, and `Lookups.id_eqns`.
       picks: the lookups of all tables.
       tables: variables of the step that contain tables.
       like: the jaxpr of the step.

@@ -171,7 +171,7 @@ class TableWriter:
                 self._keep(e)
                 self._done.add(id(e))
             else:
-                # This is not an equation of the step. It comes from `found.numbering`, or is a loop
+                # This is not an equation of the step. It comes from `found.id_eqns`, or is a loop
                 # that `numbers_first` rewrote to compute only ids.
                 atoms = list(map(self.writer.read_full, e.invars))
                 new = self.b.copy(e, atoms, avals(e.outvars))

@@ -271,13 +271,13 @@ def test_rows_with_a_gradient_of_zero_stay(name: str) -> None:
 @pytest.mark.parametrize("name", MOVES)
 def test_rows_with_a_gradient_of_zero_move(name: str) -> None:
     tx, moves = MOVES[name]
-    assert zero_of(tx).moves == moves
+    assert zero_of(tx).changes == moves
 
 
 def test_what_such_rows_add_is_named() -> None:
-    assert "trust_ratio" in zero_of(optax.lamb(0.1)).counts
+    assert "trust_ratio" in zero_of(optax.lamb(0.1)).reduction_over_rows
     noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
-    assert "add_noise" in zero_of(noisy).positions
+    assert "add_noise" in zero_of(noisy).index_dependence
 
 
 def behind_a_barrier() -> Any:
@@ -293,7 +293,7 @@ def behind_a_barrier() -> Any:
 
 
 def test_values_behind_a_barrier_are_each_their_own() -> None:
-    assert zero_of(behind_a_barrier()).moves == ("opt_state/emb",)
+    assert zero_of(behind_a_barrier()).changes == ("opt_state/emb",)
 
 
 @pytest.mark.parametrize("name", [*STILL, *MOVES])
@@ -311,7 +311,7 @@ def test_the_proof_is_what_the_update_does(name: str) -> None:
     ):
         if a.shape == (5, 2) and jnp.any(a != b):
             moved.add("opt_state/" + jax.tree_util.keystr(path, simple=True, separator="/"))
-    assert moved <= set(zero_of(tx).moves) or name == "every second"
+    assert moved <= set(zero_of(tx).changes) or name == "every second"
     assert bool(moved) == (name in MOVES) or name == "every second"
 
 

@@ -323,7 +323,7 @@ def cases() -> list[Any]:
 def test_dense_is_one_device(name: str, place: str) -> None:
     plan = planned(CASES[name], place=place, buckets=5)
     ((leaf, table),) = plan.tables.of.items()
-    moves = "A" if not table.zero.moves else "C" if leaf in table.zero.moves else "B"
+    moves = "A" if not table.zero.changes else "C" if leaf in table.zero.changes else "B"
     assert ("D" if table.updates_all else moves) == CLASS[name]
     check(CASES[name], plan)
 
