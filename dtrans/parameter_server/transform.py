@@ -326,7 +326,7 @@ def served_update(step: DividedStep, update: UpdateSpec, comm: TrainerCommConfig
         sized=step.optimize if step.numbers else None,
         sent_values=tuple(sent_values),
         fixed_size=fixed_size,
-        has_one_size=comm.numbers.has_one_size,
+        has_one_size=comm.batch_size_numbers.has_one_size,
     )
 
 

@@ -79,7 +79,7 @@ def _is_window(size: int, rows: int) -> bool:
 
 
 def _outside(eqn: JaxprEqn, removed: Sequence[int], row: RowAxis) -> str:
-    """Return the effect of an id outside the table on a gather or scatter (see `RowPick.out_of_range`).
+    """Return the effect of an id outside the table on a gather or scatter (`RowPick.out_of_range`).
 
     Args:
       eqn: the gather or scatter.
