@@ -63,7 +63,8 @@ class BatchNumbers:
         Trainers send these values to the servers.
 
         Args:
-          step: the training step, divided at its gradients; it may be a trace with any batch size.
+          step: the training step, divided into its gradient computation and its update; it may be a
+            trace with any batch size.
 
         Raises:
           BatchError: the update does not have these numbers at these places.
@@ -100,7 +101,7 @@ def numbers_of_size(step: DividedStep, other: DividedStep) -> BatchNumbers:
     result has no positions, and `fixed` lists the outputs that differ.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       other: the same step, traced with another batch size.
     """
     fixed = tuple(step.optimize.differing_outputs(other.optimize))

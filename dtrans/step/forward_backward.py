@@ -21,7 +21,7 @@ def refuse_nested(step: DividedStep, trainers: int, noun: str = "trainer") -> No
     from its own part of the batch.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       trainers: number of trainers.
       noun: name of a trainer in errors.
     """
@@ -49,7 +49,7 @@ def refuse_inseparable(
     process would need further values of the other.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       why: the strategy's reason why the update cannot read these values, as a clause for the error.
       may_send: True if trainers can send the step's arguments and optimizer state to the update.
       may_report: True if the update can compute results from gradients and optimizer state.
@@ -129,7 +129,7 @@ def half_equations(
     statistics (`DividedStep.frozen`).
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       results: names of further outputs to compute, such as "loss".
 
     Returns:
@@ -162,7 +162,7 @@ def write_trainer_half(
 
     Args:
       b: builder of the trainer's program, which already has the inputs of the forward pass.
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       results: names of outputs to compute, as for `half_equations`.
       on_gradient: function (name of a parameter, its gradient), called right after the equation
         that computes the gradient.

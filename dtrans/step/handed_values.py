@@ -33,7 +33,7 @@ def hand_over(step: DividedStep, parts: Collection[str], *, drawn: bool = False)
     Without this change, the update would compute these values again, which needs the batch.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       parts: names of batch arrays that differ between trainers. Values of the forward pass that
         depend on these arrays become inputs.
       drawn: True to also include values that trainers communicate, and values that depend on the
@@ -68,7 +68,7 @@ def runs_loops_of_forward(step: DividedStep, parts: Collection[str]) -> bool:
     XLA merges equal equations, but not equal loops. `hand_over` avoids the second run.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       parts: names of batch arrays; only loops that depend on them count.
     """
     values = _forward_values(step, parts)

@@ -63,8 +63,8 @@ class Comparison:
       main: the one-device step on the full batch, which is taken as correct.
       traced: the step of the job.
       batch_types: type of each batch array, by name.
-      frozen: the number in all entries of each array that never changes, by name. A plan may
-        contain this number as a constant.
+      frozen: arrays of the state that never change, and have the same number in all entries: name
+        -> number. A plan may contain this number as a constant.
       startup: the program that returns the one-device state; None if the first state is not
         compared.
       batch_values: the user's batch arrays, by name. Integers and keys are used unchanged; for
@@ -144,7 +144,7 @@ class Comparison:
     def _check(
         self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
     ) -> Report:
-        """Compare the job's step `traced` at random points, but none of its `other_steps`."""
+        """Compare the job's step at random points, without the steps of other processes."""
         begun = time.monotonic()
         found = Findings(unevaluated=dict.fromkeys(self.traced.unevaluated))
         with np.errstate(all="ignore"):
@@ -250,11 +250,10 @@ class Comparison:
         """Run the one-device step at a random point near a state, and compare the job's step there.
 
         At a near tie, two values differ only by rounding, and a maximum or a branch must choose one
-        of them. The finite field has no order, so the method tries another point. If `TRIES` points
-        all have near ties, it lets field elements decide the ties at one more point. Two equal
-        programs then choose equally, so equal outputs count as compared. Different outputs do not
-        count, since a different choice may be the reason. For example, the first updates of
-        Adafactor all have the norm at which Adafactor clips.
+        of them. The finite field has no order, so the method tries another point. Some steps have
+        near ties at every point: the first updates of Adafactor all have the norm at which
+        Adafactor clips. So after `TRIES` points, field elements decide the ties. Then equal outputs
+        count as compared, but different outputs do not: different choices may be the reason.
 
         Args:
           found: receives the differences.
@@ -411,7 +410,8 @@ class Findings:
           compare: function that compares both steps with random batches in a given range of
             numbers, and records the result.
           drawn: True if some batch arrays are random. If False, one range is enough.
-          rows: number of rows of the smallest table, an upper bound of row ids; 0 without tables.
+          rows: number of rows of the smallest embedding table, because batches may contain row ids;
+            0 without embedding tables.
         """
         ranges = [*RANGES]
         if rows:
@@ -461,9 +461,9 @@ def _unknown_names(leaves: Mapping[str, Any]) -> set[str]:
 
 
 def _repeated_part(x: Array, *, axis: int, count: int) -> Array:
-    """Return a batch array in which `count` equal parts along an axis repeat the first part.
+    """Return a batch array that repeats the first of its `count` parts along an axis.
 
-    A mean over one part then equals the mean over the full batch.
+    So a job that takes the mean over one part is not reported as wrong.
     """
     return np.concatenate([np.split(x, count, axis)[0]] * count, axis)
 

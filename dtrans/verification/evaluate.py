@@ -155,10 +155,9 @@ class Evaluator:
         return [read(a) for a in inner.outvars]
 
     def _live(self, jaxpr: Jaxpr) -> list[JaxprEqn]:
-        """Return the equations that contribute to outputs; other equations then need no rule.
+        """Return the equations on which outputs depend; all other equations need no rule.
 
-        For example, `optax.lbfgs` reads only the dtype of an `empty`. The result is cached, since
-        loops evaluate the same body many times.
+        The result is cached, since loops evaluate the same body many times.
         """
         if id(jaxpr) not in self._live_equations:
             self._live_equations[id(jaxpr)] = jaxpr, live_equations(jaxpr.eqns, jaxpr.outvars)
@@ -335,7 +334,7 @@ class Evaluator:
         return self._enter(Evaluator({"alone": count}, self.unknown, self.log))
 
     def _enter(self, evaluator: Evaluator) -> Evaluator:
-        """Return `evaluator` after it took over this evaluator's count of equations."""
+        """Return `evaluator`, which continues this evaluator's count of evaluated equations."""
         evaluator.evaluated = self.evaluated
         return evaluator
 

@@ -90,8 +90,8 @@ class Meanings:
 
     Args:
       values: values of the one-device step.
-      moves_rows: True if the job moves rows by their ids. Then an array may have the rows of a step
-        value in any order.
+      moves_rows: True if the job sends embedding rows between ranks by their ids. Then an array may
+        have the rows of a step value in any order.
     """
 
     def __init__(self, values: StepValues, *, moves_rows: bool = False) -> None:

@@ -14,8 +14,8 @@ it, and is then probably correct. The search prefers equations with values that 
 
 A multiple of a step value, such as the sum of three means, is correct if the job divides it later.
 If the search ends at an equation that reads a multiple, the cause is the equation that created the
-multiple. If there is no such equation, a reduction lacks its division. The cause is then the first
-full copy that is a multiple.
+multiple. If there is no such equation, a division is missing after a reduction. The cause is then
+the first equation with an output that is a full step value times a number.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _moved(x: Real, y: Real, axes: Mapping[str, int], mine: str, right: str) -> 
       x: the value.
       y: the right value.
       axes: size of each mesh axis, by name.
-      mine, right: genitives that name the two values in the text, such as "its" and "the step's".
+      mine, right: possessives for the two values in the text, such as "its" and "the step's".
     """
     for dimension in range(len(x.shape)):
         order = _order_of_rows(x, y, dimension)

@@ -418,9 +418,10 @@ def _is_padding(tail: Array, y: Array, offset: int, row: int) -> bool:
     value: some batches are padded with copies of the last row.
 
     Args:
-      tail: the entries.
+      tail: the entries beyond the end.
       y: the value.
-      offset: start of the array modulo its size; 0 if the array is one of several equal pieces.
+      offset: start of the array in the value, modulo the array's size. 0 if the array is one of
+        several pieces of equal size.
       row: size of a row of y; 0 if y has no rows of a batch.
     """
     if not tail.any():

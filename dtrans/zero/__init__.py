@@ -3,7 +3,7 @@
 A *rank* is one trainer. It stores a slice of each large parameter, or of its optimizer state. The
 modules rewrite a step of one device into the program that every rank runs.
 
-transform          `sharding`: plans a step
+transform          `sharding`: plans the sharded training of a step
 plan               the plan: the program that all ranks run, and the state that each rank stores
 options            the options, which check their values
 choose_slices      chooses the parameters to slice, each along one dimension

@@ -72,8 +72,9 @@ class Gatherer(SliceWriter):
         """Choose the equations during which each parameter stays gathered; call this before `emit`.
 
         Args:
-          ends: the results, as pairs (index of the equation that computes the value, value).
-          slice_results: the values in `ends` to return as slices.
+          ends: the outputs of the program, as pairs (index of the equation that computes the
+            output, variable).
+          slice_results: the outputs that ranks return as slices, not in full.
         """
         self.slice_results = slice_results
         full_ends = []
@@ -101,8 +102,8 @@ class Gatherer(SliceWriter):
     def emit(self, eqn: JaxprEqn) -> None:
         """Write the all-gathers that the next equation needs, then the equation itself.
 
-        An equation that runs on slices is not written yet: `slice_of` writes it when another
-        equation reads its result.
+        If ranks can compute an equation from their slices, the method does not write it yet:
+        `slice_of` writes it when another equation reads its result.
 
         Args:
           eqn: the next equation of the step; its calls are not inlined yet.
@@ -118,7 +119,7 @@ class Gatherer(SliceWriter):
             self.write_reduction(i)
 
     def _write(self, i: int, eqn: JaxprEqn) -> None:
-        """Write an equation that is not run on slices, after the gathers of its operands.
+        """Write an equation that needs full operands, after the all-gathers of these operands.
 
         For a loop or branch with a body that reads slices, the body is rewritten, too.
         """
@@ -140,7 +141,8 @@ class Gatherer(SliceWriter):
 
         Args:
           atom: the result, one of the values in `ends`.
-          maker: the index of the equation that computes the result. `emit` has written it already.
+          maker: the index of the equation that computes the result. The caller has already passed
+            this equation to `emit`.
         """
         if isinstance(atom, Var) and atom in self.slice_results:
             return self.slice_of(atom)
@@ -377,8 +379,8 @@ def _segment(
 
     Args:
       windows: the live ranges of parameters that are not gathered yet.
-      largest: the limit in bytes for the sum of the parameters. A larger parameter is gathered
-        alone.
+      largest: the limit in bytes for the total size of the parameters in one all-gather. A larger
+        parameter is gathered alone.
       is_available: function that returns True if the slice of a live range's parameter can be
         computed.
     """

@@ -57,14 +57,14 @@ class Slices:
     """Record of the parameters and optimizer state that ranks slice, and of the sliced dimensions.
 
     Attributes:
-      analysis: the analysis of the update: the values that it computes row by row. The rows of a
-        parameter are the entries along its sliced dimension.
+      analysis: the values that the update computes row by row. The rows of a parameter are the
+        entries along its sliced dimension.
       leaves: the sliced parameters, by name.
       state: the sliced arrays of the optimizer's state, by name.
       unsliced: the reason for each parameter that is not sliced, such as "it has no dimensions".
-      replicated: parameters with a gradient that all ranks compute equally without communication.
-      divided: for parameters that another mesh axis divides, the divided dimension. This dimension
-        is not sliced.
+      replicated: parameters with a gradient that is equal on all ranks before any reduction.
+      divided: maps each parameter that another mesh axis divides to the divided dimension. Ranks
+        slice another dimension.
     """
 
     analysis: RowAnalysis
@@ -97,16 +97,16 @@ def choose_slices(
     """Choose the parameters and arrays of optimizer state to slice, and the dimension of each.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       degree: the number of ranks.
-      least: the minimum number of elements of a leaf that is sliced.
+      least: parameters with fewer elements are not sliced.
       in_layers: True to also try later dimensions, for stacked parameters that loops read layer by
         layer.
-      sliced_in_use: True if ranks also store slices during the forward pass (stage 3).
+      sliced_in_use: True in stage 3, in which ranks store only slices also during the forward pass.
       differing: inputs of the update that differ from rank to rank.
       planned: an earlier choice for another batch size. The same dimensions are sliced again.
-      divided: for parameters that another mesh axis divides, the divided dimension. With `planned`,
-        `planned.divided` is used instead.
+      divided: maps each parameter that another mesh axis divides to the divided dimension. With
+        `planned`, `planned.divided` is used instead.
     """
     if planned is not None:
         divided = planned.divided
@@ -169,12 +169,12 @@ class _SliceRules:
 
     Args:
       axes: the dimension to slice, for each parameter that can be sliced.
-      analysis: the analysis of the update: the values that it computes row by row.
-      homes: maps an array of optimizer state to a pair: its parameter, and the array's dimension
-        that has the parameter's rows.
+      analysis: the values that the update computes row by row.
+      homes: maps each array of optimizer state to a pair (its parameter, dimension). `dimension` is
+        the array's dimension that corresponds to the parameter's sliced dimension.
 
     Attributes:
-      replicated: parameters with a gradient that all ranks compute equally without communication.
+      replicated: parameters with a gradient that is equal on all ranks before any reduction.
     """
 
     def __init__(
@@ -229,8 +229,9 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
     """Return the parameter to which each array of optimizer state belongs.
 
     Returns:
-      A dict: name of the array -> (parameter, dimension). The dimension has the parameter's rows.
-        It is None if the update mixes rows of the array.
+      A dict: name of the array -> (parameter, dimension). This dimension of the array corresponds
+        to the parameter's sliced dimension. It is None if the update mixes the array's entries
+        along this dimension.
     """
     found: dict[str, tuple[str, RowAxis | None]] = {}
     for name, var in analysis.inputs.items():
@@ -245,7 +246,7 @@ def _find_state_homes(analysis: RowAnalysis) -> dict[str, tuple[str, RowAxis | N
 def _choose_state_row(
     shape: tuple[int, ...], leaf: tuple[int, ...], axis: int, degree: int, least: int
 ) -> RowAxis | None:
-    """Choose the dimension to slice in an array of optimizer state, if the update mixes its rows.
+    """Choose the dimension of optimizer state to slice, if the update mixes rows of the state.
 
     If the array's shape ends with the parameter's shape, the array is sliced like the parameter.
     Another array, such as a preconditioner, is sliced if it has at least `least` elements and a
@@ -325,7 +326,7 @@ def slice_state_again(
     array is divided along a dimension that no earlier axis divides.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       size: the size of the axis.
       earlier: the slices of each earlier axis, by name.
       least: the minimum number of elements of a parameter; the state of smaller ones is not sliced.
@@ -364,7 +365,7 @@ def _find_replicated_gradients(step: DividedStep) -> set[str]:
 def _choose_layer_axes(
     step: DividedStep, axes: Mapping[str, int], degree: int, divided: Mapping[str, int]
 ) -> dict[str, int]:
-    """Choose the dimension to slice in each parameter so that its largest all-gather is smallest.
+    """Choose the dimension to slice in each parameter, so that its all-gathers are small.
 
     A loop over layers gathers one layer in each iteration, if a later dimension of the stacked
     parameter is sliced. If its first dimension is sliced, the rank must gather all layers. So the
@@ -372,7 +373,7 @@ def _choose_layer_axes(
     each attempt.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       axes: the default dimension of each leaf.
       degree: the number of ranks.
       divided: as for `choose_slices`.

@@ -31,10 +31,12 @@ from dtrans.zero.rank_values import local_values
 def with_forward_values(step: DividedStep, options: ShardingOptions) -> DividedStep:
     """Return the step with an update that gets values of the forward pass as inputs.
 
-    An example is an update that reads the loss.
+    Without this change, an update that reads the loss would compute it again, on a rank that has
+    only slices of the parameters.
 
-    If each rank updates complete parameters, inputs also include values that need a collective. If
-    the update computed such a value, only one rank would reach the collective.
+    If each rank updates complete parameters (`partition="greedy_even"`), the inputs also include
+    values that need a collective. Only the owner of a parameter runs its update, and would wait
+    forever in a collective.
     """
     if options.trainers == 1:
         return step

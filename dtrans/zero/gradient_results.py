@@ -23,9 +23,10 @@ class GradientResults:
     """Equations of a step that compute results, such as a norm, from gradients.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       leaves: the sliced parameters, by name.
-      computed: the values of the step that the rank's program has computed so far.
+      computed: the values of the step that the forward and backward pass in the rank's program
+        compute.
       differing: the values of the step that differ from rank to rank.
 
     Attributes:

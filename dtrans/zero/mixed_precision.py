@@ -156,8 +156,8 @@ def low_precision(
 
     Args:
       main: the traced training step of one device.
-      step: the same step, divided at its gradients. Only products in the forward and backward pass
-        change.
+      step: the same step, divided into its gradient computation and its update. Only products in
+        the forward and backward pass change.
       amp: "bf16" or "fp16".
       scaling: the scaling of the loss. With a dynamic scale, the new step takes the state of the
         scale (`scale_spec`) as its third argument.

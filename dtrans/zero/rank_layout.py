@@ -75,7 +75,7 @@ class RankLayout:
         """Choose the slices of a step's parameters and state, and rewrite its update for slices.
 
         Args:
-          step: the step, divided at its gradients.
+          step: the step, divided into its gradient computation and its update.
           options: the options of `dtrans.sharding`.
           merges: maps each result to the rule that merges the results of ranks.
           planned: the slices that were chosen for another batch size. They are used again, because
@@ -190,16 +190,16 @@ class RankLayout:
     def replicated(self) -> Collection[str]:
         """Parameters with the same gradient on all ranks, which needs no reduction.
 
-        There are no such parameters if each rank weights or clips its gradients. There are also
-        none if gradients of micro-batches are summed: then only one rank adds a gradient that does
-        not depend on the batch.
+        There are no such parameters if each rank clips its gradients, or multiplies them by its
+        weight. There are also none if gradients of micro-batches are summed: then only one rank
+        adds a gradient that does not depend on the batch.
         """
         adds_terms = self.options.num_micro_batch > 1 and self.options.reduce.op == "sum"
         return () if self._weights_or_clips or adds_terms else self.slices.replicated
 
     @property
     def _weights_or_clips(self) -> bool:
-        """True if each rank weights or clips its gradients before the reduction."""
+        """True if ranks clip gradients, or multiply them by a weight, before the reduction."""
         return (
             self.options.batch.example_count is not None
             or self.options.reduce.clip_local_norm is not None

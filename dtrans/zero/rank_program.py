@@ -56,7 +56,7 @@ def write_rank(
     """Write the program that every rank runs.
 
     Args:
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       layout: the arrays that ranks slice, and the reduction of each gradient.
       gradients: a function that writes equations for the gradients. By default, the forward and
         backward pass of `step` computes them. A pipeline passes a function, because its stages
@@ -228,7 +228,7 @@ class RankWriter:
         return found
 
     def _arrange(self, step: DividedStep) -> Arrange:
-        """Return a function that optimizes forward and backward equations before `write` adds them.
+        """Return a function that simplifies equations of the forward and backward pass.
 
         The function removes transposes of products. In stage 3, it also rewrites loops so that they
         recompute residuals that depend only on parameters, instead of storing them.

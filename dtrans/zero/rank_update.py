@@ -31,7 +31,7 @@ class RankUpdate:
 
     Args:
       b: the builder to write with.
-      step: the step, divided at its gradients.
+      step: the step, divided into its gradient computation and its update.
       layout: the arrays that ranks slice, and the reduction of each gradient.
       local: the inputs of the rank's program, and values of the forward pass that the update reads,
         by name.

@@ -3,8 +3,9 @@
 The update needs only slices of a gradient. If a loop over layers computes the gradient, each
 iteration can scatter the gradient of its layer. So no rank stores the full gradient of all layers.
 A gradient may be a sum of terms, and a term may be the padded output of a loop. So the search
-follows a gradient backwards to the loops. It passes only equations that are linear and compute each
-row from one row:
+follows a gradient backwards to the loops. It continues only through equations that are linear and
+compute each row of their output from one row of their input (a row is one entry along the sliced
+dimension):
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)
@@ -47,8 +48,8 @@ class ScatteredValues:
     Attributes:
       rows: the dimension along which each of these values is sliced (`RowAxis`).
       steps: maps the index of an equation to a description of how it runs on slices.
-      loops: maps the index of a loop to its sliced outputs: a dict with the index of an output, and
-        the sliced dimension of the output in the body.
+      loops: maps the index of a loop to its sliced outputs, as a dict: index of the output ->
+        sliced dimension inside the loop's body.
     """
 
     rows: dict[Var, RowAxis]
@@ -76,8 +77,8 @@ class ScatteredValues:
           makers: the result of `makers_of`.
 
         Returns:
-          A pair: the number of elements of the largest of these values outside of loops; and True
-          if a loop scatters one of these values.
+          A pair (size, in_loops). `size` is the number of elements of the largest of these values
+          outside of loops. `in_loops` is True if a loop scatters one of these values.
         """
         ahead, largest, in_loops = [v], 0, False
         while ahead:
@@ -228,14 +229,14 @@ def _prune(
     local: Collection[Var],
     inputs: Collection[Var],
 ) -> None:
-    """Take back the decision for slices where they save no memory.
+    """Remove the values from `flow` that need no less memory as slices.
 
     To compute slices, a rank scatters the operands of an equation instead of its output. So slices
     save memory only if loops scatter the operands, or if the operands are smaller than the output.
 
     Args:
       flow: the decisions so far; changed in place.
-      eqns, wanted, local, inputs: as for `scatter_flow`.
+      eqns, wanted, local, inputs: as for `scattered_values`.
     """
     # value -> size of the largest array that is scattered for its slices; 0 for outputs of loops
     size: dict[Var, int] = dict.fromkeys(inputs, 0)
@@ -269,7 +270,7 @@ def _prune(
 
 
 def _step_on_rows(eqn: JaxprEqn, row: RowAxis, local: Collection[Var]) -> Step | None:
-    """Return the description of how an equation runs on slices of its output.
+    """Return a description of how a rank computes only its slice of an equation's output.
 
     Return None unless the equation is linear in its operands that differ from rank to rank
     (`local`).

@@ -88,9 +88,10 @@ class SliceInputs:
     """Inputs of a list of equations that are slices, and gradients that must become slices.
 
     Attributes:
-      rows: the inputs that are slices, with the layout of each: the leaf and the sliced dimension.
+      rows: the inputs that are slices, each with its parameter and its sliced dimension.
       local: values that differ from rank to rank.
-      wanted: the gradients that must become slices, with the layout of each.
+      wanted: the gradients that must become slices, each with its parameter and its sliced
+        dimension.
       slices: for each input in `rows`, the variable of this rank's slice. Empty if equations are
         analyzed but not written.
       summed: for each gradient that a loop carries as slices, the variable of this rank's slice.
@@ -108,8 +109,8 @@ class SlicedBodies:
     """Bodies of a loop, a branch, or `jax.checkpoint` that take or return slices.
 
     Attributes:
-      passed: the operands that the bodies take as slices: index -> layout in the body.
-      wanted: the outputs that are slices of gradients: index -> layout in the body.
+      passed: the operands that the bodies take as slices: index -> sliced dimension in the body.
+      wanted: the outputs that are slices of gradients: index -> sliced dimension in the body.
       bodies: the analysis of each body: a `SliceAnalysis`, or a `Gatherer` that also writes it.
     """
 
@@ -133,13 +134,13 @@ class SliceAnalysis(SplitWriter):
       ends: values that are read after the equations.
 
     Attributes:
-      rows: the values that can be computed as slices, with the layout of each: the leaf and the
-        sliced dimension.
+      rows: the values that can be computed as slices, each with its parameter and its sliced
+        dimension.
       roots: for each of these values, the parameters or layers to gather if the full value is
         needed.
       full: the parameters and layers that are gathered, because an equation reads them in full.
       reads: maps the index of an equation to the sliced values that it reads in full.
-      ways: maps the index of an equation to the strategy by which it runs on slices.
+      ways: maps the index of an equation to a description of how it runs on slices.
       entered: maps the index of a loop, branch or remat to its bodies that take or return slices.
     """
 
@@ -266,9 +267,9 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if equation `i` reduces slices of a parameter that is gathered anyway.
+        """Return True if equation `i` sums slices of a parameter that other equations need in full.
 
-        The reduction of the full parameter then needs no collective.
+        The rank has gathered the parameter then, and can sum it without a collective.
         """
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 
@@ -393,8 +394,8 @@ class SliceAnalysis(SplitWriter):
         Args:
           i: the index of the equation.
           indices: maps operands and outputs of the equation to inputs and outputs of its bodies.
-          passed: the operands that the body takes as slices: index -> layout in the body.
-          wanted: the outputs that are slices of gradients: index -> layout in the body.
+          passed: the operands that the body takes as slices: index -> sliced dimension in the body.
+          wanted: the outputs that are slices of gradients: index -> sliced dimension in the body.
           number: the index of the body among the bodies of the equation.
           local: values of the body that differ from rank to rank.
         """

@@ -24,7 +24,7 @@ from dtrans.zero.slice_analysis import GatherOptions, SliceAnalysis, SliceInputs
 
 
 class _EqualValues(CountedValues):
-    """Writer for values that are equal on all ranks: each rank takes its slice by itself."""
+    """Writer for values that are equal on all ranks: a rank cuts out its slice locally."""
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
         return True
@@ -75,7 +75,7 @@ class SliceWriter(SliceAnalysis):
     def is_available(self, var: Var, i: int) -> bool:
         """Return True if a rank can compute its slice of a value before equation `i`.
 
-        A prefetch may gather only a value that is available.
+        If so, a prefetch may gather the value before equation `i`.
         """
         at = self._position.get(var, -1)
         if at < 0 or (var, self.layouts.get(var)) in self._values:
@@ -94,7 +94,7 @@ class SliceWriter(SliceAnalysis):
         self.b.role = role
 
     def write_reduction(self, i: int) -> None:
-        """Write a reduction of a sliced value: each rank reduces its slice, then all-reduce."""
+        """Write a reduction: each rank reduces its slice, and an all-reduce follows."""
         eqn, way = self.eqns[i], self.ways[i]
         (part,) = self.carry_out(eqn, way)
         over = self.shards.over

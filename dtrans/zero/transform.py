@@ -270,7 +270,7 @@ def _plan_undivided(
     """Plan sharding of a step in which no gradients were found.
 
     Args:
-      plain: the step, as `leave_undivided` returns it.
+      plain: the step, without a division into gradients and update (`leave_undivided`).
       startup: as in `dtrans.sharding`.
       options: the options of `dtrans.sharding`.
       replan: function that plans the same step with other options.
@@ -306,13 +306,13 @@ def _write_uneven(
     The job stores its state in the planned slices, so the new program must use the same slices.
 
     Args:
-      shared: the step, which can be traced for each number of rows.
+      shared: the step, which can be traced again for a batch of any size.
       options: the options of `dtrans.sharding`.
       planned: the layout of the plan.
       types: types of the step's inputs, with the new batch.
 
     Raises:
-      BatchError: the update of the padded step needs other slices.
+      BatchError: the update for this batch needs other slices.
     """
     other = shared.for_types(types)
     other_options = options.with_shared(other)
@@ -330,7 +330,7 @@ def in_precision(plain: DividedStep, main: Program, precision: Precision) -> Div
     """Return the step with matrix products in 16 bits, if the user asked for a 16-bit type.
 
     Args:
-      plain: the step, divided at its gradients.
+      plain: the step, divided into its gradient computation and its update.
       main: the same step, as it was traced.
       precision: the user's option.
     """

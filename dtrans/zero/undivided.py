@@ -30,7 +30,7 @@ def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
     The gradients of the step are unknown, so its update cannot be analyzed.
 
     Args:
-      step: the step, as `leave_undivided` returns it.
+      step: the step, without a division into gradients and update (`leave_undivided`).
       options: the options of `dtrans.sharding`.
     """
     program, degree = step.program, options.degree
@@ -58,7 +58,7 @@ def slice_undivided(step: DividedStep, options: ShardingOptions) -> Slices:
 
 
 def _reason_by_update(program: Program, name: str) -> str:
-    """Return the reason why an array of any shape is not sliced; "" if the shape decides."""
+    """Return the reason not to slice an array, such as "it is not updated"; "" without one."""
     if program.outvars[name] is program.invars[name]:
         return "it is not updated"
     if jnp.issubdtype(program.inputs[name].dtype, jax.dtypes.extended):

@@ -1,8 +1,9 @@
 """Division of batches among trainers: checks of their arrays, and padding.
 
 The `Share` of an array says which part each trainer gets. It is the dimension that is split over
-the trainers, "replicated" for an array that every trainer gets in full, or "key". Into a key (a
-random key), each trainer folds its id. All split arrays of a batch have the same number of rows.
+the trainers, "replicated" for an array that every trainer gets in full, or "key" for a random key.
+Each trainer folds its id into a random key (`jax.random.fold_in`). All split arrays of a batch have
+the same number of rows.
 """
 
 from __future__ import annotations
@@ -238,9 +239,10 @@ def uneven_rows(
     size: int,
     here: int | None = None,
 ) -> list[Any]:
-    """Pad one trainer's part of an unevenly split batch, so that all parts have equal sizes.
+    """Pad one trainer's rows of a batch that trainers cannot divide evenly.
 
-    For 10 rows and 3 trainers, the parts have 4, 4 and 2 rows. The last one is padded to 4.
+    All trainers then have equally many rows. For 10 rows and 3 trainers, the parts have 4, 4 and 2
+    rows. The last part is padded to 4.
 
     Args:
       names: names of the arrays.

@@ -117,9 +117,9 @@ class StatefulSource(BatchSource):
 
     Args:
       batches: the loader, or an iterator.
-      iterator: its iterator.
-      stateful: the loader or the iterator, whichever has the methods.
-      methods: names of the methods.
+      iterator: the iterator over the loader.
+      stateful: the loader or the iterator: the object that has the methods to save and restore.
+      methods: names of these two methods.
     """
 
     def __init__(

@@ -18,7 +18,8 @@ class Merge:
       way: the rule: "mean", "sum", "same" (all results are equal), "each" (a stack of all results),
         "concat" (concatenate rows) or "joined" (rows are concatenated already).
       axis: dimension of the rows.
-      rows: for "concat" and "joined", the number of rows before the padding; None without padding.
+      rows: for "concat" and "joined", the number of rows without padding; None if there is no
+        padding.
 
     Example:
       >>> Merge("concat", rows=3)(jnp.array([[1, 2], [3, 0]]))

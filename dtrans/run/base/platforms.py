@@ -39,10 +39,10 @@ def stable_bits_options() -> dict[str, str] | None:
     """Return compiler options with which equal equations have equal bits in different programs.
 
     Several servers compile different programs for parts of one update, and must round equally.
-    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`. On
-    a server with one block, one equation reads Adam's bias correction, and with two blocks two
-    equations do. So the two servers would round differently. On CPUs, the options disable the
-    simplifier. This does not make optimizers slower.
+    XLA's algebraic simplifier rewrites `x / s` to `x * (1 / s)` if only one equation reads `s`,
+    such as Adam's bias correction. A server that stores two parameters has two such equations, and
+    keeps `x / s`. So it would round differently from a server that stores one. On CPUs, the options
+    disable the simplifier. This does not make optimizers slower.
 
     Returns:
       Options for `jax.jit(compiler_options=...)`; None on other platforms.

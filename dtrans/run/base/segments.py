@@ -10,7 +10,7 @@ JAX dispatches pieces asynchronously. The sends of a piece come after the dispat
 piece, so that the device computes while gradients are sent.
 
 A *fabric* is an object that executes the communication. If a fabric's values are device arrays,
-pieces also compute the primitives `split_byref` and `concat`.
+pieces also split and concatenate arrays themselves.
 """
 
 from __future__ import annotations

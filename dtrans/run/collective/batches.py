@@ -101,7 +101,7 @@ class TrainerBatches:
     def _of_devices(self, types: Iterable[jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
         """Convert the types of one trainer's arrays to the types of one device's arrays.
 
-        They differ if a trainer has several devices, which divide each sequence of its rows.
+        The types differ if a trainer has several devices: these divide the sequence dimension.
 
         Raises:
           BatchError: the devices of the sequence axis cannot divide an array.

@@ -222,9 +222,9 @@ class CollectiveJob(Job):
         return self.watch.rules(OVER_AXIS, leaves, self.plan.options.over)
 
     def _way(self, name: str) -> tuple[str, Any]:
-        """Return the rule that merges one output of all trainers, such as "same" or "concat".
+        """Return the rule that merges the trainers' values of one output, such as "concat".
 
-        The second value is the dimension or the sharding that the rule needs (see
+        The second value of the pair is the dimension or the sharding that the rule needs (see
         `StepLayout.ways`).
         """
         sharding = self._state.sharding(name)

@@ -90,7 +90,7 @@ class JobObserver:
 
 
 class _Line:
-    """Connection to one server.
+    """Connection of the observer to one server, for repeated requests.
 
     Attributes:
       answer: the answer to the last request; None before it arrives.

@@ -6,8 +6,8 @@
 
 Both rules process parameters in the order in which the program first uses them. `greedy_even`
 balances the number of elements per rank. `use_order` assigns neighbouring parameters to one rank,
-but can be uneven: after a parameter that is larger than the shares of two ranks, it advances by
-only one rank. So the last ranks may own no parameter. In stage 2, `use_order` delays reductions:
+but can be uneven: it advances by only one rank even after a parameter that is as large as the
+shares of two. So the last ranks may own no parameter. In stage 2, `use_order` delays reductions:
 each bucket contains gradients of all ranks, and the backward pass computes the gradients of rank 0
 last.
 
@@ -74,7 +74,7 @@ def assign_leaves(
     Parameters get the same owner if the optimizer combines them.
 
     Args:
-      step: the training step, divided at its gradients.
+      step: the training step, divided into its gradient computation and its update.
       analysis: the analysis that found the values that the update computes row by row.
       ranks: the number of ranks.
       rule: "greedy_even" or "use_order".

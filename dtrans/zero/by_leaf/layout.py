@@ -78,7 +78,7 @@ class LeafOwners:
         """Choose the owner of each parameter, and write the update of each rank.
 
         Args:
-          step: the training step, divided at its gradients.
+          step: the training step, divided into its gradient computation and its update.
           options: the options of `dtrans.sharding`.
 
         Raises:
@@ -131,7 +131,7 @@ class LeafOwners:
     # -- the step --------------------------------------------------------------------------------
 
     def take_bins(self, b: Builder, names: Sequence[str]) -> dict[str, Atom]:
-        """Replace the optimizer state among a program's inputs by the vectors that pack it.
+        """Change a program's inputs: packed vectors (bins) replace the arrays of optimizer state.
 
         Args:
           b: the builder of the program, which already has the inputs.
@@ -159,7 +159,7 @@ class LeafOwners:
           b: the builder to write with.
           values: the step's gradients by parameter.
           options: the options of `dtrans.sharding`.
-          example_count: the weight of this rank, if means are weighted.
+          example_count: the weight of this rank, if the mean over ranks is weighted; else None.
         """
         return _BinScatterer(b, values, options, example_count, self.grads)
 
@@ -221,7 +221,7 @@ class LeafOwners:
 
     @cached_property
     def unpack_state(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-        """Function that adds the single arrays to a dict that has the packed optimizer state."""
+        """Function that adds the unpacked arrays to a dict of packed optimizer state."""
         run: Any = jax.jit(self.state.unpack)
 
         def unpack_state(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class OwnerWriter:
     def _is_unit(self, block: OptimizeBlock) -> bool:
         """Return True if a block (small program of the update) updates parameters.
 
-        Other blocks read no parameter.
+        Other blocks compute values such as a learning rate.
         """
         return block.role != LR_SCHED and block.name in self.units
 
@@ -214,7 +214,7 @@ class OwnerWriter:
         Args:
           b: the builder to write with.
           op: the operation, such as "sum".
-          reduced: the values.
+          reduced: the values to compute.
           part: this rank's terms, concatenated.
 
         Returns:
@@ -227,15 +227,22 @@ class OwnerWriter:
         return write_function(b, partial(_split, tuple(c.var.aval.shape for c in reduced)), vector)
 
     def _bin_names(self, level: int) -> list[str]:
-        """Return the names of the packed vectors that the `switch` of a level returns."""
+        """Return the names of the packed vectors that one `switch` of the update returns.
+
+        Args:
+          level: the number of all-reduces before this `switch`.
+        """
         if level != self.levels[-1]:
             return list(self.carried[level].types)
         return [f"new {n}" for n in (*self.params.types, *self.state.types)]
 
     def _sums(self, level: int) -> dict[tuple[str, Any], list[CrossServerValue]]:
-        """Return the values to all-reduce after the `switch` of a level, by (operation, dtype).
+        """Return the values to all-reduce after one `switch` of the update, by (operation, dtype).
 
         The values of each entry are concatenated, and need one all-reduce.
+
+        Args:
+          level: the number of all-reduces before this `switch`.
         """
         found: dict[tuple[str, Any], list[CrossServerValue]] = {}
         for c in self.reduced.get(level, ()):
@@ -265,7 +272,9 @@ class OwnerWriter:
     # -- branches --------------------------------------------------------------------------------
 
     def _switch(self, level: int, names: Sequence[str]) -> Callable[..., Any]:
-        """Return a function of (rank's index, *values) that computes the rank's part of a level.
+        """Return a function that computes a rank's part of the update between two all-reduces.
+
+        Its arguments are the index of the rank, and values.
 
         Args:
           level: the number of all-reduces before this part of the update.
