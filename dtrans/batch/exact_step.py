@@ -164,13 +164,14 @@ def shard_step(
     writes a step that communicates (`trainer_step`).
 
     Args:
-      step: the user's step, traced on a trainer's part, as `DividedStep.with_reported` returns it.
+      step: the user's step, traced on a trainer's part of the batch (after
+        `DividedStep.with_reported`).
       batch: the arrays to divide, and the dimension of their rows.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: the strategy's changes of a step that `dtrans.engine` wrote, as a function.
-      alone: function of `merges`. It returns True if the strategy can run the user's step on each
-        part, and merge its outputs by these rules.
+      adapt: function by which the strategy changes a step that `dtrans.engine` wrote.
+      alone: function that takes the rules `merges`. It returns True if the strategy can merge
+        outputs of the user's step by these rules.
       pieces: sliced dimension of each array of state that trainers store in pieces.
       open_state: True if, for parameters updated without an optimizer (such as batch statistics),
         each trainer may return its term of a sum instead of the sum.
@@ -248,11 +249,11 @@ def shard_by_speed(
       batch: the arrays to divide, the dimension of their rows, and the speeds.
       trainers: number of trainers.
       over: mesh axes of the trainers.
-      adapt: the strategy's changes of a step that `dtrans.engine` wrote, as a function.
+      adapt: function by which the strategy changes a step that `dtrans.engine` wrote.
 
     Raises:
-      ConfigError: a dimension made of the rows, such as pairs of rows, cannot be divided by the
-        speeds without a remainder.
+      ConfigError: the step reshapes rows, such as to pairs of rows, and the speeds do not divide
+        the pairs without a remainder.
     """
     source = step.program
     axes = batch_axes(step, batch)
@@ -316,13 +317,13 @@ def shard_alone(step: DividedStep, batch: Batch, parts: int, name: str) -> Exact
 def parts_error(
     step: DividedStep, shared: ExactStep, name: str, kind: str = "local"
 ) -> ConfigError:
-    """Return the error for a step on parts of the batch that would have to communicate.
+    """Return the error for parts of a batch that would have to communicate, but cannot.
 
     Args:
       step: the step.
       shared: the trainer's step, with a list of its communication.
       name: description of the parts, e.g. "micro-batches".
-      kind: the value of `batch` that the error proposes.
+      kind: the value of the option `batch` that the error proposes.
     """
     if unsent := results_with_communication(shared.part.program, step.results):
         names = ", ".join(unsent)
@@ -440,7 +441,9 @@ def rows_of(program: Program, axes: Mapping[str, int], noun: str) -> int:
 
 
 def split_merges(ways: Mapping[str, str | int]) -> tuple[dict[str, str], dict[str, int]]:
-    """Split merges into rules and dimensions: {"a": 1} becomes ({"a": "concat"}, {"a": 1}).
+    """Separate the rules that merge outputs from dimensions of concatenated outputs.
+
+    For example, {"a": 1} becomes ({"a": "concat"}, {"a": 1}).
 
     Args:
       ways: for each output a rule, or the dimension along which its parts are concatenated.

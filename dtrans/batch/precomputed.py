@@ -63,8 +63,8 @@ class Precomputed:
       places: position of each value in the step.
       full: names of the values that every part gets in full; a part gets its rows of other values.
       fixed: untrained state, such as a key, on which the values may depend.
-      equations: primitives of the planned step, in which `places` are indices. A step with other
-        primitives raises an error.
+      equations: names of the primitives of the step that was planned. `places` are indices into
+        this step, so a step with other primitives raises an error.
     """
 
     places: tuple[ValuePlace, ...]

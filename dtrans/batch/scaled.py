@@ -306,7 +306,8 @@ class _Pairing:
     def of_rule(self, x: JaxprEqn, y: JaxprEqn, ins: Sequence[Power]) -> list[Power]:
         """Return the exponents of the outputs of two paired calls with a rule of `jax.custom_jvp`.
 
-        The derivative rule is linear in the tangents, so the exponents of tangents follow.
+        The derivative rule is linear in the tangents. So the exponent of an output's tangent
+        follows from those of the operands' tangents.
         """
         if any(ins):
             raise _NoScaleError

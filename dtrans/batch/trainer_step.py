@@ -105,7 +105,7 @@ class TrainerStep:
         k) for v = w / trainers**k.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
-      sliced: the row dimension of each replicated input that trainers only read by rows.
+      sliced: maps a replicated input to its row dimension, if each trainer reads only its own rows.
     """
 
     program: Program
@@ -137,7 +137,7 @@ def trainer_step(
     full batch.
 
     Args:
-      step: step traced on the full batch, as `DividedStep.with_reported` returns it.
+      step: the step, traced on the full batch (after `DividedStep.with_reported`).
       axes: divided dimension of each divided batch array; other arrays are replicated.
       trainers: number of trainers. Each part has `ceil(size / trainers)` entries; padding does not
         change any result.
@@ -151,8 +151,8 @@ def trainer_step(
       index: index of this trainer.
 
     Raises:
-      ConfigError: a dimension made of the rows, such as pairs of rows, cannot be divided by the
-        shares without a remainder.
+      ConfigError: the step reshapes rows, such as to pairs of rows, and the shares do not divide
+        the pairs without a remainder.
       BatchError: an equation is inside `dtrans.local`, but trainers have different numbers of rows.
     """
     source = step.program

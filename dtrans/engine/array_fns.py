@@ -65,7 +65,7 @@ def row_of_shard(table: Array, index: Array) -> Array:
 
 
 def on_first(x: Array, start: Array) -> Array:
-    """Return x on the shard with `start` 0, and zeros on others; x is the sum over shards."""
+    """Return x on the first shard (`start` is 0), and zeros on others, so that their sum is x."""
     return jnp.where(start == 0, x, jnp.zeros_like(x))
 
 
@@ -192,12 +192,14 @@ def best_local(
 
 @functools.cache
 def argmax_marks(size: int) -> Callable[[Array, Array, Array], Array]:
-    """Return a function (local best, global best, position) that computes a shard's candidate.
+    """Return a function that computes a shard's candidate for the index of an argmax or argmin.
 
-    The result of argmax or argmin is the lowest candidate of all shards. If a shard has the global
-    best entry, its candidate is the position of that entry. Otherwise it is the largest integer. A
-    NaN wins, as on one device: its candidate is its position minus 2**31. Positions in padding
-    never win.
+    Its arguments are the best entry of the shard, the best entry of all shards, and the position of
+    the former.
+
+    The result is the lowest candidate of all shards. If a shard has the global best entry, its
+    candidate is the position of that entry. Otherwise it is the largest integer. A NaN wins, as on
+    one device: its candidate is its position minus 2**31. Positions in padding never win.
     """
 
     def fn(found: Array, best: Array, at: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Values made of counters and constants, such as masks: each shard computes its part alone.
+"""Values computed from `iota` and constants, such as masks: each shard computes its own part.
 
 Positions (`iota`), masks (`iota < n`), constants that were broadcast, and random bits are *counted*
 values. A shard's part of a value is its *piece*. Each shard computes its piece of a counted value
@@ -18,7 +18,7 @@ from dtrans.rows.parts import recipe_of
 
 
 class CountedValues:
-    """Writer of pieces of counted values, which are made of counters and constants only.
+    """Writer of pieces of counted values, which are computed from `iota` and constants only.
 
     Args:
       values: the values of the shard.
@@ -30,7 +30,10 @@ class CountedValues:
         self._counted: dict[tuple[Atom, int], bool] = {}
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value in layout `row`; return None for any other value."""
+        """Write a shard's piece of a value that is computed from `iota` and constants.
+
+        Return None for any other value. `row` is the layout of the piece.
+        """
         eqn = self.values.producer(var)
         if eqn is None or not self._is_counted(var, row.axis):
             return None
@@ -55,7 +58,7 @@ class CountedValues:
         return self.values.carry_out(eqn, way)[0]
 
     def _is_counted(self, var: Atom, axis: int) -> bool:
-        """Return True if pieces along `axis` can be computed from counters and small values."""
+        """Return True if pieces along `axis` can be computed from `iota` and small values."""
         if (var, axis) not in self._counted:
             eqn = self.values.producer(var)
             self._counted[var, axis] = eqn is not None and self._counts(eqn, axis)

@@ -145,9 +145,10 @@ class Shards:
         return True
 
     def longest_run(self, size: int) -> int:
-        """Return the largest width of runs (adjacent entries) that no boundary of shards divides.
+        """Return the largest number of adjacent entries that always lie together on one shard.
 
-        This requires that pieces have no padding.
+        A layout with this `width` then describes the same pieces. This requires that pieces have no
+        padding.
         """
         return size // self.count
 
@@ -167,7 +168,7 @@ class Shards:
         return found.reshape(self.count, -1)
 
     def ordered(self, axis: int, size: int, entries: np.ndarray) -> RowAxis:
-        """Return the simplest layout whose pieces contain given entries.
+        """Return the simplest layout in which the shards' pieces have the given entries.
 
         Concatenations and slices move entries within a shard. Then a piece no longer contains
         consecutive entries of the result, and its layout must list them.

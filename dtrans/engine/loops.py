@@ -52,8 +52,8 @@ class WrittenBody:
       jaxpr: the body.
       outs: layout of each output.
       gathers: notes about values that the body gathers.
-      sliced: for the index of a replicated input, the one sharded layout in which the body reads
-        this input. The input is then sharded before the loop.
+      sliced: maps the index of a replicated input to a sharded layout, if the body reads the input
+        only in this layout. The input is then sharded before the loop.
       scaled: values that are another value divided by a power of the number of shards: v -> (w, k)
         for v = w / shards**k.
       takes_index: True if the first input is the shard's index.
@@ -129,8 +129,9 @@ def plan_loop(
     Args:
       eqn: the loop or branch.
       ins: layout of each operand.
-      write: (body, layouts of its inputs, wanted layouts of its outputs or None, number) ->
-        rewritten body. The first `number` outputs may be partial sums.
+      write: function that rewrites a body. Its arguments are the body, the layouts of its inputs,
+        the wanted layouts of its outputs (or None), and a number n. The first n outputs may be
+        partial sums.
       shards: number and options of the shards.
       terms: indices of outputs that may stay partial sums after the loop.
     """
@@ -152,9 +153,9 @@ def plan_loop(
 
 
 def condition_rows(eqn: JaxprEqn, plan: LoopPlan) -> RowAxis | None:
-    """Return the layout of a `while` condition that has an entry for each row; else None.
+    """Return the layout of a `while` condition with one entry for each row of a batch; else None.
 
-    Each shard then ends the loop when its own rows are finished.
+    `jax.vmap` writes such conditions. Each shard then ends the loop when its own rows are finished.
     """
     return rows_or_none(plan.bodies[0].outs[0]) if eqn.primitive.name == WHILE else None
 
@@ -217,7 +218,7 @@ def _plan(
       terms: indices of the outputs that may be partial sums; by default all outputs may.
 
     Returns:
-      The plan; None if rows of several shards decide together when the loop ends.
+      The plan; None if the condition of a `while` depends on rows of several shards.
     """
     if terms is not None:
         ins = list(map(rows_or_shared, ins))

@@ -1,4 +1,4 @@
-"""Open sums: partial sums whose all-reduce is delayed, because a linear equation reads them.
+"""Open sums: partial sums that are all-reduced later, because a linear equation reads them.
 
 Suppose that only one equation reads a partial sum. If this equation is linear, and its output is
 not larger than the sum, each shard runs the equation on its term. The output is then a partial sum,
@@ -87,10 +87,10 @@ def open_operands(
 def linear_terms(inner: Jaxpr, outs: Collection[Var], summed: Collection[Var] = ()) -> set[Var]:
     """Return the values that may stay partial sums, because `outs` depend on them linearly.
 
-    A sum is normally reduced before a broadcast, because the broadcast is larger. But no earlier
-    reduction is needed if the broadcast leads, by elementwise equations, to one of the `summed`
-    values. If an equation needs the full result of a cast, the sum is reduced before the cast,
-    because a cast rounds.
+    A sum is normally reduced before it is broadcast, because the result of the broadcast is larger.
+    There is an exception: elementwise equations may turn the broadcast into one of the `summed`
+    values, which is reduced anyway. Casts round, so a sum is reduced before a cast if an equation
+    needs the full result of the cast.
 
     Args:
       inner: the jaxpr.
@@ -132,7 +132,7 @@ def _grows(eqn: JaxprEqn) -> bool:
 
 
 def _adds_terms(eqn: JaxprEqn, opens: Sequence[int]) -> bool:
-    """Return True if an equation is linear in the operands `opens`, and its output is not larger.
+    """Return True if an equation is linear in the operands `opens`, and does not enlarge them.
 
     Return False for casts, which round. All other operands must be integers, such as indices: a
     term may be 0, and 0 times an infinite float would be NaN.

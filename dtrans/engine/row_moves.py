@@ -67,7 +67,7 @@ class RowMoves:
 
 
 def moves_of(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> RowMoves | None:
-    """Return the way in which an equation moves entries within each shard; None if it cannot.
+    """Return the moves of entries within each shard that replace an equation; None if impossible.
 
     Args:
       eqn: the equation.
@@ -92,7 +92,7 @@ class _NoEntriesError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Rows:
-    """Arguments of a rule: the shards, known layouts with an order, and the sharded axis."""
+    """Arguments of all rules: shards, sharded axis, and layouts with entries in another order."""
 
     shards: Shards
     known: Sequence[RowAxis]

@@ -189,7 +189,7 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Reshape a sharded value. If no shard has padding, each shard's entries form one run."""
+    """Return the strategy of a reshape: each shard reshapes its piece."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
@@ -201,7 +201,10 @@ def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _moved(eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis]) -> Strategy | None:
-    """Move entries along the sharded dimension within each shard (`dtrans.engine.row_moves`)."""
+    """Return the strategy by which each shard moves entries within its piece.
+
+    An example is a slice along the sharded dimension (`dtrans.engine.row_moves`).
+    """
     if not shards.is_even:
         return None
     if eqn.primitive.name == "reshape":
@@ -224,7 +227,10 @@ def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _gather_over_axis(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Run a collective over another mesh axis on pieces, unless it moves the sharded dimension."""
+    """Return the strategy of a collective over another mesh axis: each shard runs it on pieces.
+
+    The shard needs the full value if the collective moves entries along the sharded dimension.
+    """
     axes = {eqn.params[n] for n in ("axis", "cut", "joined") if n in eqn.params}
     outs: list[Shared | RowAxis] = []
     for x in ins:
@@ -233,7 +239,7 @@ def _gather_over_axis(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | Non
 
 
 def _after(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Keep the layout of the first operand; the second only delays the equation."""
+    """Return the strategy of `after`, which returns its first operand and waits for the second."""
     return Strategy(tuple(map(rows_or_none, ins)), tuple(ins[:1]))
 
 
@@ -351,7 +357,7 @@ def _fits(way: Strategy | None, ins: Ins) -> Strategy | None:
 
 
 def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Run a pooling operation, or its derivative, on pieces.
+    """Return the strategy of a pooling operation, or of its derivative.
 
     Along the sharded dimension, windows must have size 1 and stride 1.
     """
@@ -366,7 +372,7 @@ def _window(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _array_sum(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Run a `psum` over array dimensions, which `vmap` creates from a `psum` over its axis."""
+    """Return the strategy of a `psum` over array dimensions, which `jax.vmap` writes."""
     axes = eqn.params["axes"]
     if (
         not all(isinstance(a, (int, np.integer)) for a in axes)

@@ -49,7 +49,8 @@ class SplitProgram:
       axis_name: named axis of the shards.
       gathers: records of the sharded values that are gathered, with reasons.
       values: maps variables of the split jaxpr to the values that a shard computes for them.
-      groups: maps each value of `jaxpr` to the group of the equation that computes it.
+      groups: maps each value of `jaxpr` to the label of the equation that computes it (see
+        `split`).
     """
 
     jaxpr: ClosedJaxpr
@@ -92,9 +93,8 @@ def split(
       groups: maps outputs of equations to labels of these equations, such as "backward". Each
         equation that replaces such an equation gets the same label.
       gathers_in_loops: as for `Shards`.
-      rows: index of an input -> dimension of its rows of the batch, if shards divide these rows
-        outside of `dtrans.split` scopes. Inputs that only scopes read are in `rows`, but not in
-        `axes`.
+      rows: index of an input -> its batch dimension, if shards divide the batch outside of
+        `dtrans.split` scopes. Inputs that only scopes read are in `rows`, but not in `axes`.
 
     Raises:
       ConfigError: an input, output or dimension does not exist; a sharded dimension is empty; or
@@ -146,14 +146,14 @@ def split(
 
 
 def rows_outside(flat: ClosedJaxpr, rows: Mapping[int, int], shards: Shards) -> dict[Var, RowAxis]:
-    """Return the values that leave `dtrans.split` scopes, with the layout of their rows.
+    """Return the outputs of `dtrans.split` scopes, with the layout of their batch dimension.
 
-    The layouts are those of data parallelism, in which scopes have no meaning. A value without
-    rows, or with rows in another order than on one device, is omitted.
+    The layouts are those of data parallelism, as if there were no scopes. A value without a batch
+    dimension, or with rows in another order than on one device, is omitted.
 
     Args:
       flat: a program with inlined calls.
-      rows: index of an input -> dimension of its rows of the batch.
+      rows: index of an input -> its batch dimension.
       shards: number and mesh axes of the shards.
 
     Example:

@@ -3,7 +3,7 @@
 A value is stored in the layout in which it was computed. For an equation that reads another layout,
 the value is converted, and the converted value is stored as well:
 
-    replicated -> sharded   a slice; a counter's or constant's piece is computed directly
+    replicated -> sharded   a slice; the piece of an `iota` or constant is computed directly
     sharded -> replicated   all_gather, which is listed in `gathers`
     sharded -> sharded      all_to_all, if the dimension changes
     partial -> replicated   all_reduce
@@ -67,9 +67,8 @@ class ShardValues(abc.ABC):
       built_as_rows: replicated values that this shard computes only as a piece: value -> layout of
         the piece.
       read_as_rows: partial sums that equations read only as a piece.
-      sliced: for each replicated input, the one sharded layout in which all equations read the
-        input. The entry is `SHARED` before the first read, and None after reads in different
-        layouts.
+      sliced: maps each replicated input to the sharded layout in which all equations read it. The
+        entry is `SHARED` before the first read, and None after reads in different layouts.
       scaled: records scaled copies: `scaled[v] = (w, k)` if v = w / shards**k. If v is this shard's
         term of a replicated w, k is 1. If v is a local sum times the number of shards, k is -1. An
         integer w has no quotient: the first shard has w as its term, and other shards have 0.
@@ -173,8 +172,7 @@ class ShardValues(abc.ABC):
         self.b.source = eqn
 
     def read(self, atom: Atom, row: RowAxis | None) -> Atom:
-        """Return a value in a layout, and write the conversion if the value is stored in another
-        layout.
+        """Return a value in full or as a piece; convert it if it is stored in another layout.
 
         Args:
           atom: the value.
@@ -194,9 +192,7 @@ class ShardValues(abc.ABC):
         return self._values[key]
 
     def as_(self, atom: Atom, layout: ShardLayout) -> Atom:
-        """Return a value in a layout: this shard's piece, its term of a partial sum, or the full
-        value.
-        """
+        """Return a value in a layout: as this shard's piece, as its term of a sum, or in full."""
         if isinstance(layout, Partial):
             return self.term(atom)
         return self.read(atom, rows_or_none(layout))
@@ -206,9 +202,7 @@ class ShardValues(abc.ABC):
         return [self.as_(a, x) for a, x in zip(atoms, layouts, strict=True)]
 
     def in_full(self, atoms: Iterable[Atom]) -> list[Atom]:
-        """Return full values; write an all-gather or all-reduce for values that are not stored in
-        full.
-        """
+        """Return values in full; all-gather pieces, and all-reduce partial sums."""
         return [self.read(a, None) for a in atoms]
 
     def term(self, atom: Atom) -> Atom:
@@ -278,7 +272,7 @@ class ShardValues(abc.ABC):
 
     @property
     def to_scatter(self) -> set[Var]:
-        """Partial sums that have several readers, if some reader needs only a piece.
+        """Return partial sums that several equations read, if one of them needs only a piece.
 
         A second pass reduce-scatters these sums (`sums_to_scatter`), so that each shard reduces
         only its piece.
@@ -306,8 +300,9 @@ class ShardValues(abc.ABC):
         return self.collectives.all_reduce(op, terms)
 
     def scatter(self, var: Var, row: RowAxis) -> None:
-        """Reduce-scatter a value at once if it is a partial sum, so that later equations read its
-        pieces.
+        """Write the reduce-scatter of a partial sum now, so that later equations read pieces.
+
+        A value that is no partial sum stays unchanged.
         """
         if isinstance(self.layout(var), Partial) and var not in self.local_terms:
             term = self._values[var, PARTIAL]

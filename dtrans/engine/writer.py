@@ -219,7 +219,7 @@ class SplitWriter(ShardValues):
                 self.inputs.add(v)
 
     def _to_rows(self, v: Var, row: RowAxis) -> None:
-        """Compute only a piece of a full value or sum from now on."""
+        """Replace a full value or a partial sum by this shard's piece, for all later equations."""
         self.scatter(v, row)
         if self.layout(v) is SHARED:
             self.define(v, row, self.read(v, row))

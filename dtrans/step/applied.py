@@ -85,8 +85,8 @@ class _Part:
 
     Attributes:
       run: compiled function (leaves, values of `reads`) -> values of `makes`.
-      anchors: the leaves that stay on their devices, so that the part runs there; empty if the part
-        reads no leaf.
+      anchors: leaves that are not moved to other devices: the part runs on their devices. Empty if
+        the part reads no leaf.
       leaves: all leaves that the part reads.
       reads: arguments of the function, and values of earlier parts.
       makes: values for later parts, and results.

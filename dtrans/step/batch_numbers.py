@@ -57,10 +57,10 @@ class BatchNumbers:
     has_one_size: bool = False
 
     def as_inputs_of(self, step: DividedStep) -> DividedStep:
-        """Return a divided step with an update that reads these numbers from inputs.
+        """Return a step with an update that takes these numbers as inputs, not as constants.
 
-        `numbers` of the result has the values for the batch size with which `step` was traced.
-        Trainers send these values to the servers.
+        The attribute `numbers` of the result has the values for the batch size of `step`. Trainers
+        send these values to the servers.
 
         Args:
           step: the training step, divided into its gradient computation and its update; it may be a

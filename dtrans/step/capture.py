@@ -9,8 +9,8 @@ Its body is the loss function.
 
 Stages compute the results of this equation, and give only the gradients to the update. So the
 update of a pipeline may read no other result of the equation. There is one exception: a result that
-depends on no batch array, such as a counter or a split key. Copies of its equations before
-`value_and_grad` then compute this result for the update.
+depends on no batch array, such as a step counter or a split random key. Its equations are copied
+and placed before `value_and_grad`, so that the update can read it.
 
 A step may have several losses, each with its own parameters. If no loss reads results of another,
 their sum becomes the loss.
@@ -75,7 +75,7 @@ capturing: Any = jax.make_user_context(False)
 
 
 def captures() -> bool:
-    """Return True if the current trace writes the loss as one equation.
+    """Return True if JAX now traces a step with its loss as one equation (not differentiated).
 
     `dtrans.value_and_grad` calls this function; see the module's docstring.
     """
@@ -169,9 +169,9 @@ def _with_one_loss(program: Program) -> Program:
     """Combine several losses of a step into one equation `value_and_grad`; its loss is their sum.
 
     Each loss function gets separate inputs for the values to differentiate. So each loss has its
-    own gradients, also if two losses read the same parameter. Steps of two kinds are returned
-    unchanged. In the first kind, a loss reads results of another loss. In the second kind, two
-    losses differentiate the same values, as in a loop over micro-batches that adds up gradients.
+    own gradients, also if two losses read the same parameter. The step is returned unchanged if a
+    loss reads results of another loss. It is also returned unchanged if two losses differentiate
+    the same values, as in a loop over micro-batches that adds up gradients.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)
@@ -305,8 +305,8 @@ def _with_counters_first(program: Program) -> Program:
 def _without_unread_results(program: Program) -> Program:
     """Drop results of the loss function that no output and no effect of the step depends on.
 
-    The loss function may return an aux value that the step ignores. Parts of the batch may be
-    unable to compute this value, such as `jnp.exp(loss)`.
+    The loss function may return an aux value that the step ignores. Micro-batches may be unable to
+    compute this value, such as `jnp.exp(loss)`, without communication.
     """
     flat = inline_calls(program.jaxpr, keep=("loss", "loss_seed", COLLECT))
     inner = opened(flat)

@@ -10,8 +10,8 @@ merged value (`merged`):
 - GLOBAL_* keys merge the micro-batches of each replica, then the replicas, in their order.
 
 A pipeline merges only the value that `collect` returns, not the operand of `collect`. Sums and
-means are elementwise. EPL differs: its sums and means are scalars, over all axes, and its
-concatenation has the first micro-batch at its end.
+means are elementwise. Alibaba's EPL, the model of this function, differs: its sums and means are
+scalars, over all axes, and its concatenation has the first micro-batch at its end.
 
 Source: `add_to_collection` and `merge_outputs` of EPL (epl/parallel/parallel.py).
 """

@@ -42,11 +42,11 @@ def refuse_inseparable(
     may_report: bool = False,
     remedy: str = "",
 ) -> None:
-    """Raise GradientError if a step's update cannot run in another process than its forward pass.
+    """Raise GradientError if the update and the forward pass must run in the same process.
 
     Some strategies run the forward and backward pass in one process, and the update in another. The
-    processes exchange gradients. These strategies call this function to reject a step if one
-    process would need further values of the other.
+    processes exchange gradients. These strategies call this function, which rejects a step that
+    would have to exchange other values, too.
 
     Args:
       step: the training step, divided into its gradient computation and its update.
@@ -71,8 +71,7 @@ def ready_order(step: DividedStep) -> list[str]:
     """Return the parameters in the order in which the backward pass computes their gradients.
 
     Strategies reduce gradients in this order, so that communication overlaps with the backward
-    pass. Parameters are last if no equation computes their gradient, which is an input or a
-    constant.
+    pass. Parameters are last if their gradient is an input or a constant.
     """
     positions = producer_positions(step.program.eqns)
     last = len(step.program.eqns)
@@ -98,7 +97,7 @@ class HalfWriter(Protocol):
     """
 
     def emit(self, eqn: JaxprEqn) -> None:
-        """Write the next equation of the step, or equations that replace it."""
+        """Write the next equation of the step, or other equations in its place."""
 
     def result(self, atom: Atom, maker: int) -> Atom:
         """Return the new value that replaces a value of the original step.

@@ -11,9 +11,10 @@ It is the value that
   - is read by an equation that is not a derivative,
   - reaches the new `params/w` through equations that keep that shape. If there is no such path
     (Muon multiplies matrices), values on the path may have any shape. Paths through a single
-    number, such as the norm of all gradients, then count only if there is no other path. A frozen
-    `params/w` has no path from any derivative. Its gradient is then a value that the new value of
-    another parameter depends on, through a norm of all gradients.
+    number, such as the norm of all gradients, then count only if there is no other path. If
+    `params/w` is frozen, there is no path from any derivative. But a norm of all gradients may read
+    its gradient, and other new parameters depend on this norm. The module then finds the gradient
+    through this norm.
 
 Several values may have these properties, marked or inferred. An example is an unrolled loop over
 micro-batches. If the update reads only their sum, the first value that is linear in all of them is
@@ -146,7 +147,7 @@ class InlinedStep(HoldsJaxpr):
         return [n for n in names if self.outs[n] is not self.vars[n]]
 
     def derivatives_behind(self, outputs: Sequence[Atom], stop: Collection[Var] = ()) -> list[int]:
-        """Return the indices of equations that compute derivatives on which `outputs` depend.
+        """Return the indices of backward equations on which `outputs` depend.
 
         The division of a step uses this to detect updates that read a derivative other than a
         gradient.
@@ -203,10 +204,10 @@ class Gradients:
     """Gradients that were found in a step: one value for each parameter that has a gradient.
 
     Attributes:
-      of: the gradient of each parameter: a gradient that `dtrans.value_and_grad` marked, another
-        derivative if there are no marks, or the sum of several of these.
+      of: the gradient of each parameter. This is a marked gradient, or an inferred one if there are
+        no marks, or the sum of several such gradients.
       marked: True if the user marked the gradients (`dtrans.value_and_grad`).
-      terms: the gradients, with the terms of each sum in place of the sum.
+      terms: all gradients; if a gradient is a sum of several, the terms of this sum.
       sums: indices of the equations that compute the sums.
     """
 
@@ -398,9 +399,9 @@ def _is_linear(
 def _leaf_behind(step: InlinedStep, atom: Atom) -> str | None:
     """Return the parameter from which a value is computed by casts or other unary equations.
 
-    `dtrans.value_and_grad` may get a cast of a parameter, such as `w.astype(bfloat16)`. The mark
-    then names this value, not the parameter. The equations must keep the shape. Return None if no
-    parameter is found.
+    `dtrans.value_and_grad` may get a cast of a parameter, such as `w.astype(bfloat16)`. The mark of
+    the gradient then refers to the cast, not to the parameter. The equations in between must keep
+    the shape. Return None if no parameter is found.
     """
     while isinstance(atom, Var) and atom in step.producers:
         operands = variables(step.eqns[step.producers[atom]].invars)

@@ -10,7 +10,8 @@ this division.
 `dtrans.step.gradients` finds the gradients. The update should depend on the first half through
 gradients only. If the update reads another derivative, the division raises an error, because
 strategies would not sum this derivative over the batch. If the update reads another value, such as
-the loss, the division records a `Need`. Each strategy then provides the value or raises an error.
+the loss, the division describes the value by a `Need`. Each strategy then provides the value or
+raises an error.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class DividedStep:
         return None
 
     def with_reported(self) -> DividedStep:
-        """Return the step with `gradients` extended by those that only results or callbacks read.
+        """Return the step; its `gradients` also contain those that only results or callbacks read.
 
         Trainers reduce all values in `gradients`. So results that read these gradients, such as a
         gradient norm, are then those of the full batch.
@@ -398,7 +399,7 @@ class Need:
 
 
 def asks_for(output: str, state: str) -> Need:
-    """Describe, for an error, an output of the forward pass that reads optimizer state.
+    """Return the error description for an output of the forward pass that reads optimizer state.
 
     Args:
       output: name of the output.
@@ -415,7 +416,7 @@ def asks_for(output: str, state: str) -> Need:
 
 
 def reports_update(result: str, state: str) -> Need:
-    """Describe, for an error, a result that reads both gradients and optimizer state.
+    """Return the error description for a result that reads gradients and optimizer state.
 
     An example is the norm of the new parameters.
 
@@ -692,7 +693,7 @@ class _StepDivider:
         return UpdateProgram(jaxpr, in_names, tuple(out_names)), used, positions
 
     def loss_need(self, positions: Sequence[int]) -> Need | None:
-        """Describe, for an error, an optax optimizer that reads the loss, such as a line search.
+        """Return the error description for an optax optimizer that reads the loss (a line search).
 
         Args:
           positions: indices of the update's equations.

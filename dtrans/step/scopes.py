@@ -5,10 +5,10 @@
     with dtrans.replicate():
         loss = decode(params, h, y)
 
-`replicate` marks a stage of a pipeline, and `split` a layer that several devices divide. EPL calls
-the equations in a scope a *taskgraph*. A scope adds a text to the name stack of the equations that
-are traced in it. `jit`, `grad`, `vmap`, `remat` and inlining keep the name stack, and the equations
-are unchanged. The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
+`replicate` marks a stage of a pipeline, and `split` a layer that several devices divide. The
+equations in a scope are a *taskgraph* (a word of Alibaba's EPL). A scope adds a text to the name
+stack of the equations that are traced in it. `jit`, `grad`, `vmap`, `remat` and inlining keep the
+name stack, and the equations are unchanged. The text is `dtrans.<kind>[<place>:<name>:<devices>]`:
 
   - With a name, the place is empty. All scopes with one kind and name are one taskgraph.
   - Without a name, every entry of the `with` statement starts a new taskgraph. The place then

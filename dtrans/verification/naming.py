@@ -234,11 +234,12 @@ class _Walk:
         return any(m.is_copy for m in self._meanings_of(number))
 
     def _factor(self, number: int, of: int, last: Fraction) -> tuple[int, Fraction]:
-        """Return (k, factor) such that the output of a computation is step value k times factor.
+        """Return (k, factor): a computation's output is value k of the step, times the factor.
 
-        Several pairs may be possible, because step values may be multiples of each other. The first
-        choice has the factor of the operand, because the equation then also occurs in the step. The
-        next choices are a step value of the same primitive, then k of the operand, then any pair.
+        Several pairs may be possible, because values of the step may be multiples of each other.
+        The method then prefers a pair with the factor of the operand: such an equation also occurs
+        in the step. The next choices are a value that the same primitive computes, then k of the
+        operand, then any pair.
 
         Args:
           number: the computation.

@@ -4,8 +4,8 @@ A trainer may have a mesh of devices. The program of one device is divided into 
 communication between them (`dtrans.run.base.segments`). `map_pieces` maps each piece over the
 devices. Between two pieces, a value has one of three layouts:
 
-    divided      an input of the program, in full. Each device gets its part of the dimensions that
-                 the devices divide
+    divided      a full input of the program. Some of its dimensions are divided: each device gets
+                 a part
     replicated   operands and results of communication with other roles, and outputs of the program
     stacked      all other values: parts, partial sums or copies, one for each device
 """

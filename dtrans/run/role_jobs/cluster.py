@@ -26,7 +26,7 @@ def on_cluster(plan: PServerPlan, *, donate: bool = True, **options: Any) -> Rol
 
     Args:
       plan: the plan, the same in all processes.
-      donate: must be True.
+      donate: must be True; the argument exists because other strategies also accept False.
       options: keyword arguments of `dtrans.Executor`.
 
     Raises:

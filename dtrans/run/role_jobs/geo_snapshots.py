@@ -12,11 +12,11 @@ In GEO-SGD, a trainer updates its own copy of the parameters. Every few steps, t
 A trainer writes a snapshot before a step, every few steps. Snapshots of a trainer are independent
 of the snapshots of servers and of other trainers.
 
-No change may be added to the parameters twice. So each server counts the steps of each trainer that
-its pushes covered. A trainer that starts again continues after the largest of the servers' counts,
-or after its snapshot's step if that is larger. The trainer begins with the servers' parameters.
-Then it adds the changes of its snapshot, except the changes that later pushes contained
-(`GeoReturn`). The local leaves lack the steps after the snapshot.
+No change may be added to the parameters twice. So each server counts, for each trainer, the steps
+with changes that were pushed. A trainer that starts again continues after the largest of the
+servers' counts, or after its snapshot's step if that is larger. The trainer begins with the
+servers' parameters. Then it adds the changes of its snapshot, except the changes that later pushes
+contained (`GeoReturn`). The local leaves lack the steps after the snapshot.
 
 A push contains only the table rows that steps have looked up. So before each push after a snapshot,
 the trainer writes the ids of these rows to a file.
@@ -90,7 +90,8 @@ class GeoSnapshots(TrainerSnapshots):
     def read(self) -> GeoSnapshot | None:
         """Read this trainer's newest snapshot; return None if there is no snapshot.
 
-        The result has a parameter under the name of its first block (range of rows) on a server.
+        In the result, the name of a parameter is the name of its first block (range of rows) on a
+        server.
 
         Raises:
           StateError: the snapshot cannot be read.
@@ -245,9 +246,9 @@ class GeoSnapshots(TrainerSnapshots):
         return CachedSnapshot(ids, is_touched, changes, rest[: len(states)], pending)
 
     def _read(self, file: SnapshotFile, kind: str, names: Iterable[str]) -> dict[str, Any]:
-        """Read one kind of arrays, such as "change ", for some leaves; return them by leaf name.
+        """Read arrays of one kind from a snapshot's file, and return them by the name of the leaf.
 
-        The array `change params/w` of the file is returned under the name `params/w`.
+        For the kind "change ", the array `change params/w` is returned under the name `params/w`.
         """
         found = file.read({kind + n: self._plan.main.inputs[n] for n in names})
         return {name.removeprefix(kind): x for name, x in found.items()}

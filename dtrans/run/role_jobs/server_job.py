@@ -39,7 +39,10 @@ class ServerJob(RoleJob):
         return (self.role.current_endpoint,)
 
     def server_arrays(self, state: dict[str, Any], endpoint: str) -> dict[str, Any]:
-        """Return this server's arrays by name, as `server_arrays` of other jobs does."""
+        """Return this server's arrays by name; `endpoint` is ignored.
+
+        Other jobs have several servers, and return the arrays of the server at `endpoint`.
+        """
         return state
 
     def state_of(self, params: Any, opt_state: Any) -> dict[str, Any]:

@@ -200,7 +200,10 @@ class TrainerJob(RoleJob):
         return (new, *outputs[len(state) :])
 
     def _level(self, state: tuple[Any, ...]) -> int:
-        """Return the level of the next step, in the ramp-up of `dtrans.TopK`."""
+        """Return the index of the fraction of gradients that the next step sends (`dtrans.TopK`).
+
+        The fraction may decrease during the first steps (`TopK.levels`).
+        """
         compression = self.plan.compression
         return compression.level_of(state[0][1] if compression.rounding_errors else {})
 

@@ -88,7 +88,13 @@ class TrainerRequests:
         ask: Callable[[TrainerSteps], Operation[T]],
         skipped: Callable[[], T] | None = None,
     ) -> T:
-        """Ask all servers about a table. The method has the type `AskServers` of `job_tables`."""
+        """Send a request about a table to all servers, and return their answer.
+
+        Args:
+          what: name of the request for errors.
+          ask: function that starts the request.
+          skipped: as for `_send`.
+        """
         request: Callable[[], T] = partial(self._run, what, ask)
         call, retries = f"a request for {what}", not self._plan.sync_mode
         return self._send(call, request, skipped, retries=retries)
