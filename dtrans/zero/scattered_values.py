@@ -3,9 +3,8 @@
 The update needs only slices of a gradient. If a loop over layers computes the gradient, each
 iteration can scatter the gradient of its layer. So no rank stores the full gradient of all layers.
 A gradient may be a sum of terms, and a term may be the padded output of a loop. So the search
-follows a gradient backwards to the loops. It continues only through equations that are linear and
-compute each row of their output from one row of their input (a row is one entry along the sliced
-dimension):
+follows a gradient backwards to the loops. It continues only through linear equations that compute
+each row of the output from one row of the input. A row is one entry along the sliced dimension:
 
     g = add_any a b          slices of g are computed from slices of a and of b
     a = pad a'               (layers 0 to 8)

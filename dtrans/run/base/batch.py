@@ -1,9 +1,9 @@
 """Division of batches among trainers: checks of their arrays, and padding.
 
 The `Share` of an array says which part each trainer gets. It is the dimension that is split over
-the trainers, "replicated" for an array that every trainer gets in full, or "key" for a random key.
-Each trainer folds its id into a random key (`jax.random.fold_in`). All split arrays of a batch have
-the same number of rows.
+the trainers, or "replicated" for an array that every trainer gets in full. For a random key it is
+"key": each trainer folds its id into the key (`jax.random.fold_in`). All split arrays of a batch
+have the same number of rows.
 """
 
 from __future__ import annotations

@@ -200,9 +200,10 @@ class TrainerJob(RoleJob):
         return (new, *outputs[len(state) :])
 
     def _level(self, state: tuple[Any, ...]) -> int:
-        """Return the index of the fraction of gradients that the next step sends (`dtrans.TopK`).
+        """Return the index of the program of the next step; 0 without `dtrans.TopK`.
 
-        The fraction may decrease during the first steps (`TopK.levels`).
+        With `dtrans.TopK`, the fraction of each gradient that trainers send changes at some steps.
+        There is one program for each fraction.
         """
         compression = self.plan.compression
         return compression.level_of(state[0][1] if compression.rounding_errors else {})
