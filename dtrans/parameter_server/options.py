@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dtrans.checks import (
     check_flag,
@@ -125,8 +125,21 @@ class Sync:
         }
 
 
+class _FullMessages:
+    """Base of the modes without compression, which name the mode that has it."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        for name in ("compress", "compress_scale", "compress_params"):
+            if name in options:
+                raise ConfigError(
+                    f"dtrans.{cls.__name__} has no option {name}: only synchronous trainers send "
+                    f"smaller messages; pass mode=dtrans.Sync({name}=...), or leave {name} out"
+                )
+        return super().__new__(cls)
+
+
 @dataclasses.dataclass(frozen=True)
-class Async:
+class Async(_FullMessages):
     """Asynchronous mode: a server applies each gradient as soon as it arrives.
 
     Trainers do not wait for each other.
@@ -169,7 +182,7 @@ class Async:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfAsync:
+class HalfAsync(_FullMessages):
     """Asynchronous mode in which each step waits until a background thread has sent its gradients.
 
     The background thread (the communicator) sends gradients and receives parameters. A step ends
@@ -204,7 +217,7 @@ class HalfAsync:
 
 
 @dataclasses.dataclass(frozen=True)
-class Geo:
+class Geo(_FullMessages):
     """GEO-SGD: trainers update their own parameters, and servers add up the changes.
 
     For the formulas see `dtrans.parameter_server.geo_sgd`. If a leaf is an embedding table (the

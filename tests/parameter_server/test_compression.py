@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -642,27 +644,58 @@ def test_options_that_contradict_each_other(options: Any, says: str) -> None:
         dtrans.Sync(**options)
 
 
-def test_only_synchronous_modes_compress() -> None:
-    for mode in (dtrans.Async, dtrans.HalfAsync, dtrans.Geo):
-        with pytest.raises(TypeError, match="compress"):
-            mode(compress="bf16")
+@pytest.mark.parametrize("compress", ["bf16", dtrans.TopK(0.1)], ids=["bf16", "topk"])
+@pytest.mark.parametrize("mode", [dtrans.Async, dtrans.HalfAsync, dtrans.Geo])
+def test_only_synchronous_modes_compress(mode: Any, compress: Any) -> None:
+    name = mode.__name__
+    says = f"^dtrans.{name} has no option compress: only synchronous trainers send smaller messages"
+    with pytest.raises(ConfigError, match=says):
+        mode(compress=compress)
+    with pytest.raises(ConfigError, match=f"^dtrans.{name} has no option compress_params: only"):
+        mode(compress_params="bf16")
+    # the remedies: the synchronous mode, and no compression
+    assert planned(dtrans.Sync(compress=compress)).compression.gradients
+    assert copy.copy(pickle.loads(pickle.dumps(mode()))) == mode()
 
 
-def test_tables_are_not_compressed() -> None:
-    rows = lambda params, ids: jnp.mean(params["table"][ids] ** 2)
-    with pytest.raises(
-        ConfigError,
-        match=r"^compress='int8' cannot be combined with sparse: rows of the table params/table are "
-        "sent without compression; leave one of the two options out",
-    ):
-        plan_of(
-            rows,
-            optax.sgd(0.1),
-            {"table": jnp.ones((100, 4))},
-            jnp.zeros(4, jnp.int32),
-            mode=dtrans.Sync(compress="int8"),
-            sparse={"params/table": dtrans.Rows()},
-        )
+TABLE = {"table": jnp.ones((100, 4)), "w": jnp.ones((4, 8))}
+
+
+def lookup_loss(params: Any, ids: jax.Array) -> jax.Array:
+    return jnp.mean((params["table"][ids] @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("compress", ["int8", dtrans.TopK(0.1)], ids=["int8", "topk"])
+def test_tables_are_not_compressed(compress: Any) -> None:
+    def plan(mode: Any, **options: Any) -> PServerPlan:
+        ids = jnp.zeros(4, jnp.int32)
+        return plan_of(lookup_loss, optax.sgd(0.1), TABLE, ids, mode=mode, **options)
+
+    mode, sparse = dtrans.Sync(compress=compress), {"params/table": dtrans.Rows()}
+    says = (
+        f"compress={mode.compress_text} cannot be combined with sparse: rows of the table "
+        "params/table are sent without compression; leave one of the two options out"
+    )
+    for tables in (sparse, "auto"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+            plan(mode, sparse=tables)
+    # the remedies: either option alone
+    assert {*plan(mode).compression.gradients} == {"params/table", "params/w"}
+    assert plan(dtrans.Sync(), sparse=sparse).tables.names
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"data": 1, "model": 2}], ids=str)
+def test_trainers_with_several_devices_do_not_send_the_largest_numbers(mesh: Any) -> None:
+    mode = dtrans.Sync(compress=dtrans.TopK(0.1))
+    says = (
+        f"mesh={mesh} cannot be combined with compress=dtrans.TopK(...): a trainer encodes "
+        "gradients on one device; leave out one of the two"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        planned(mode, mesh=mesh)
+    # the remedies: either option alone
+    assert planned(mode).compression.topk is not None
+    assert planned(dtrans.Sync(), mesh={"data": 2}).devices is not None
 
 
 def test_trainers_of_different_speeds_do_not_compress() -> None:
