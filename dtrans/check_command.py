@@ -46,7 +46,9 @@ def check(name: str, *, seed: int = 0, devices: int | None = None) -> Report:
 
 
 def _report(name: str, found: Any, seed: int) -> Report:
-    """Verify the object that the user named; call it first if it is a function.
+    """Return the report for an object that the user named: a plan, a report, or a tuple.
+
+    If the object is a function, it is called first. A plan or a tuple is then verified.
 
     Raises:
       VerifyError: the outputs of a step written by hand differ.

@@ -153,7 +153,8 @@ def check_known(
       who: name of the interface, for errors.
       options: the options and their values.
       known: names of options that are not fields of records.
-      records: default of each argument that is a record. The record and its fields are options.
+      records: arguments that are dataclasses of options: a dict from the argument's name to its
+        default. The name, and the dataclass's fields, are also known options.
       renamed: options with another name in the interface: a dict from dtrans's name to this name.
     """
     fields = {name: _field_names(record) for name, record in records.items()}
@@ -178,15 +179,16 @@ def check_known(
 
 
 def group_options(options: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Move options into the records that a strategy takes as arguments.
+    """Convert a flat dict of options to the arguments of a strategy such as `dtrans.sharding`.
 
-    For example, `{"prefetch": 2}` becomes `{"slicing": Slicing(prefetch=2)}`. Interfaces with a
-    flat list of options call this function before they call a strategy.
+    A strategy groups related options in dataclasses. For example, `{"prefetch": 2}` becomes
+    `{"slicing": Slicing(prefetch=2)}`. `dtrans.paddle` and `dtrans.epl` have flat lists of options,
+    so they call this function.
 
     Args:
-      options: the options that the user passed. If the user passed both a record and one of its
-        fields, the field's value replaces the value in the record.
-      records: default of each argument that is a record, by the argument's name.
+      options: the options that the user passed. If the user passed both a dataclass and one of its
+        fields, the field's value replaces the value in the dataclass.
+      records: the arguments that are dataclasses: a dict from the argument's name to its default.
     """
     found = dict(options)
     for argument, default in records.items():

@@ -63,8 +63,8 @@ class RoleCost:
         process or device.
       state_bytes: bytes of the state. Optimizer state counts twice on a server that sends some
         parameters before its update is complete, because the server also keeps the old state
-        (docs/early_answers.md). A server stores more for snapshots at failures, and during
-        checkpoints.
+        (docs/early_answers.md). The number does not include copies that a server makes for
+        snapshots and checkpoints.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.
       received: bytes received in a step. A collective counts as receiving its results.
@@ -89,8 +89,8 @@ class Costs(tuple[RoleCost, ...]):
 
     Args:
       roles: the costs of each role.
-      link_steps: number of steps that share one exchange with the servers: 1, or more in GEO-SGD. 0
-        if a job has collectives, since the bytes on its links depend on their algorithms.
+      link_steps: number of steps between two exchanges with the servers: 1, or more in GEO-SGD. 0
+        for a job with collectives: their algorithms determine the bytes on a link.
       link: bytes per second of each host's link, in each direction; None if the rate is unknown.
     """
 
@@ -128,7 +128,7 @@ class Costs(tuple[RoleCost, ...]):
 
     @property
     def link_bytes(self) -> float | None:
-        """Bytes of a step on the busiest link, in the direction with more bytes.
+        """Bytes of a step on the busiest host's link, in the direction with more bytes.
 
         None if they depend on the algorithms of collectives.
         """
@@ -205,7 +205,7 @@ def _operation_time(cost: RoleCost) -> float:
 
 
 def _one_way(cost: RoleCost) -> int:
-    """Return the bytes of a role in the direction with more bytes."""
+    """Return the bytes that a role sends or receives in a step, the larger of these numbers."""
     return max(cost.sent, cost.received)
 
 

@@ -45,11 +45,14 @@ class TraceError(DtransError, TypeError):
 
 
 class GradientError(DtransError, ValueError):
-    """Error: a step's gradients cannot be found, or its update reads values it must not read."""
+    """Error: dtrans cannot find a step's gradients, or cannot divide the step at its gradients.
+
+    For example, the update reads one value per example, but each trainer has only some examples.
+    """
 
 
 class OptimizerError(GradientError):
-    """Error: an optimizer cannot update slices of a parameter, or needs a value it does not get."""
+    """Error: an optimizer cannot update slices of a parameter, or needs another argument."""
 
 
 class ConfigError(DtransError, ValueError):
@@ -146,10 +149,10 @@ class CheckpointError(PeerError):
 
 
 class Rewound(DtransError):
-    """Signal: the job goes back, because a process has failed or a trainer joins again.
+    """Signal: the job goes back to an earlier step, because a process failed or a trainer rejoined.
 
-    In a synchronous job, all roles went back to a snapshot of the job's state.
-    In an asynchronous job, the trainer has received the newest parameters.
+    In a synchronous job, all processes have loaded a snapshot of the job's state. In an
+    asynchronous job, this trainer has received the newest parameters.
 
     `job.steps` handles the signal, and repeats the steps after `step`. If you call `job.step` in a
     loop, catch the signal and continue from its `state`.
@@ -174,7 +177,8 @@ class Rewound(DtransError):
 def rename_options(names: Mapping[str, str]) -> Iterator[None]:
     """Rename options in the messages of errors that are raised in a `with` block.
 
-    Only the first word of a message, and words before `=`, are regarded as options.
+    `dtrans.paddle` and `dtrans.epl` use this function, because their options have other names. A
+    word is replaced if it is the first word of a message, or stands before `=`.
 
     Args:
       names: maps dtrans's name of an option to the name in the interface that the user calls. A key

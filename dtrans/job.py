@@ -77,7 +77,7 @@ def _numbered_steps(
     """Run the steps from `start` to `stop - 1`, and repeat steps after the failure of a process.
 
     If a process fails, the job goes back to an earlier state and raises `Rewound`. This function
-    then seeks the batch that follows this state, and continues there.
+    then continues with that state, and with the batch that follows it.
 
     Args:
       job: the job.
@@ -143,7 +143,7 @@ def _steps_ahead(
 
 
 def _announced(job: Job, batches: Iterable[Sequence[Any]], ahead: int) -> Iterator[Sequence[Any]]:
-    """Yield the batches unchanged, and call `job.prefetch` for each batch `ahead` steps earlier.
+    """Yield the batches unchanged, but pass each batch to `job.prefetch` some steps earlier.
 
     For `ahead=1`, `job.prefetch` gets batch 5 before this function yields batch 4. The first batch
     is never prefetched, because its step runs at once.
@@ -349,10 +349,11 @@ class StateFunctions(abc.ABC):
         return jaxpr, names
 
     def _groups(self, names: Sequence[str]) -> Mapping[str, int]:
-        """Assign a group number to each leaf (array of the state) that `apply` must fetch.
+        """Divide the leaves (arrays of the state) that `apply` fetches into groups.
 
         `apply` fetches the leaves of one group, uses them, and drops them before the next group. So
-        the device never has all leaves at once.
+        the device never has all leaves at once. The result maps each leaf to the number of its
+        group.
 
         Args:
           names: leaves, in the order in which a function reads them.
@@ -375,8 +376,9 @@ class Job(StateFunctions):
     """Running job: `init` returns the first state, and `step` trains on one batch.
 
     A job is also a context manager, which closes its connections at the end of the `with` block.
-    Jobs with parameter servers have two more members. `roles` lists the roles of this process that
-    write to checkpoints. `server_arrays(state, endpoint)` returns the arrays of a server.
+    Jobs with parameter servers have two more members. `roles` lists the servers and trainers of
+    this process that write files of a checkpoint. `server_arrays(state, endpoint)` returns the
+    arrays of one server.
 
     Attributes:
       plan: the plan that the job runs.
@@ -469,7 +471,8 @@ class Job(StateFunctions):
           state: the state before the first step.
           batches: for each step, a tuple of the step's batch arguments, or a function that returns
             this tuple for a step's number. The loop reads them `ahead` batches early.
-          ahead: number of steps between `prefetch` and `step` of a batch. Default: `batches_ahead`.
+          ahead: number of steps between `prefetch` and `step` of a batch. Default: the largest
+            `staleness` of the plan's embedding tables, at least 1.
           start: the number of the first step. A trainer begins at the servers' step (`first_step`)
             if that is larger.
           stop: the number after the last step, for a function or an iterable with `seek`. Without
@@ -481,7 +484,8 @@ class Job(StateFunctions):
         Raises:
           ConfigError: `ahead` is not a positive integer; or `stop` is missing for a function, or
             set for an iterable without `seek`.
-          Rewound: a process failed, and the steps have no numbers, so they cannot be repeated.
+          Rewound: a process failed, and `batches` cannot be read again: it is a plain iterable, or
+            `start` and `stop` are missing.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans
@@ -566,9 +570,10 @@ class Job(StateFunctions):
         """Return the part of a global batch that this process must pass to `step`.
 
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
-        arrays in full. A single process gets the global batch. Some jobs (`takes_uneven_parts`)
-        also accept rows that the trainers cannot divide equally, or give faster trainers more rows
-        (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`.
+        arrays in full. A single process gets the global batch. Some jobs also accept a number of
+        rows that is not a multiple of the trainers (attribute `takes_uneven_parts`), or give faster
+        trainers more rows (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`
+        in place of an array.
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.

@@ -56,8 +56,8 @@ def rowwise_adagrad(
       eps: number that is added to the root of the accumulator.
 
     Returns:
-      The transformation. It does not change rows whose gradient is zero, so servers update only the
-      rows that a step looks up.
+      The transformation. It does not change rows whose gradient is zero, so parameter servers need
+      to update only the rows that a step looks up.
 
     Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, the optimizer of TorchRec's tables.
 
@@ -99,8 +99,9 @@ def rowwise_adam(
       eps: number that is added to the root of the second moment.
 
     Returns:
-      The transformation. The moments of all rows decay in each step, so a table needs
-      `dtrans.Rows(update=...)`.
+      The transformation. The moments of all rows decay in each step, even of rows without a
+      gradient. So for a table on parameter servers, choose `dtrans.Rows(update="dense")` or
+      `"lazy"`.
 
     Source: FBGEMM's `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, https://arxiv.org/abs/1412.6980.
 

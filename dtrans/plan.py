@@ -120,10 +120,10 @@ class Plan(abc.ABC):
 
     @cached_property
     def identity(self) -> Mapping[str, str]:
-        """Digests of the plan's programs, of init, and of the software versions, by name.
+        """Digests that are equal if two processes have equal plans and software versions.
 
-        The processes of a job compare these digests, so that they notice different plans. The
-        addresses of servers (endpoints) do not change the digests.
+        There is one digest for each part of the plan, by name. The processes of a job compare the
+        digests when they connect. The addresses of servers (endpoints) do not change the digests.
         """
         startup: Program = self.startup  # type: ignore[attr-defined]
         programs = {name: program.fingerprint for name, program in self.programs.items()}
@@ -261,7 +261,7 @@ class Plan(abc.ABC):
         return self._run_as("mesh", devices, donate=donate, **options)
 
     def on_cluster(self, *, donate: bool = True, **options: Any) -> Job:
-        """Return a job that runs this process's role, if each role has its own process.
+        """Return a job for this process, which runs one role: a trainer, a server or some stages.
 
         Args:
           donate: as in `on_mesh`. Servers always donate; jobs that continue without a failed
@@ -315,7 +315,8 @@ class Plan(abc.ABC):
           command: program and arguments of each process.
           **options: `env`: environment variables of all processes. `cores`: processors of each
             process. Collective jobs and pipelines have two more options. `processes`: number of
-            processes, if each has several devices. `endpoints`: by default loopback from port 6174.
+            processes, if each has several devices. `endpoints`: an address for each process; by
+            default, loopback addresses from port 6174.
 
         Returns:
           A `dtrans.RoleTable`.
@@ -383,8 +384,8 @@ def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
 
     Args:
       plan: the plan.
-      batch: the batch arguments of the step: arrays, or types. Empty to use the types with which
-        the step was traced.
+      batch: the batch arguments of the step: arrays, or types. If empty, the types are those with
+        which the step was traced.
     """
     main, specs = plan.main, plan.main.args[2:]
     if not batch:
@@ -437,14 +438,15 @@ _RUNNERS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def register_runner(plan: type, way: str) -> Callable[[F], F]:
-    """Return a decorator that registers a function which runs plans of one type in one way.
+    """Return a decorator that registers a function to run plans of one type.
 
     For example, `plan.simulate()` calls the function that is registered for the plan's type and the
-    way "simulate".
+    name "simulate".
 
     Args:
       plan: type of the plans that the function runs.
-      way: one of the ways in the module's docstring.
+      way: name of the method that calls the function, such as "simulate" or "mesh"; the module's
+        docstring lists the names.
 
     Example:
       >>> from dtrans.plan import runner_of, register_runner
@@ -463,17 +465,17 @@ def register_runner(plan: type, way: str) -> Callable[[F], F]:
 
 
 def runner_of(plan: Any, way: str) -> Callable[..., Any]:
-    """Return the registered function that runs plans of this type in one way.
+    """Return the function that was registered to run a plan, for example on a mesh.
 
     `plan.on_mesh()` and similar methods call the returned function. If the plan's type has no such
     function, the function of the nearest base class is returned.
 
     Args:
       plan: the plan to run.
-      way: one of the ways in the module's docstring, such as "simulate".
+      way: the name under which the function is registered, such as "simulate".
 
     Raises:
-      ConfigError: no runner is registered for the plan and this way.
+      ConfigError: no function is registered for this type of plan and this name.
     """
     importlib.import_module("dtrans.run.runners")
     for kind in type(plan).__mro__:

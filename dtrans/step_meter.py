@@ -164,7 +164,7 @@ class StepMeter:
 
 
 def metered(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the `step` of a job, so that the job's `meter` times it."""
+    """Decorate the method `step` of a job class, so that `job.meter` counts and times its calls."""
 
     @functools.wraps(step)
     def timed(self: Any, state: Any, *batch: Any) -> Any:

@@ -94,7 +94,7 @@ class Transfers(tuple[RoleTransfer, ...]):
         return found
 
     def _columns(self) -> dict[str, int]:
-        """Return the column of each role, from 0, in the order of the transfers."""
+        """Return the column of each role in the drawing, counted from 0 at the left."""
         columns: dict[str, int] = {}
         for t in self:
             if t.source not in columns and t.target in columns:

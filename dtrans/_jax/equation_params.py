@@ -78,7 +78,7 @@ def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
 
 
 def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
-    """Return the body of a call that dtrans may replace by this body; None for other equations.
+    """Return the jaxpr that may replace a call (inlining); None if the call must stay.
 
     Inlining calls lets analyses see one flat list of equations. After differentiation, custom
     derivative rules have no further use, so calls with such rules can be inlined. The body of a
@@ -98,9 +98,10 @@ def call_body(eqn: JaxprEqn, *, rules: bool) -> Any | None:
 
 
 def call_operands(eqn: JaxprEqn) -> Sequence[Any]:
-    """Return the operands that a call passes to its body.
+    """Return the operands that an equation passes to the jaxpr from `call_body`.
 
-    Only a `custom_linear_solve` has other operands besides.
+    These are all operands, except for a `custom_linear_solve`, which also has operands for other
+    functions than `solve`.
     """
     if eqn.primitive.name == LINEAR_SOLVE:
         return linear_solve(eqn, eqn.invars)[1]
@@ -229,9 +230,10 @@ def body_indices(eqn: JaxprEqn) -> BodyIndices:
 def scan_with(
     eqn: JaxprEqn, body: ClosedJaxpr, invars: Sequence[Atom], outvars: Sequence[Var]
 ) -> JaxprEqn:
-    """Return a `scan` with a new body, and with other scanned operands and stacked outputs.
+    """Return a copy of a `scan` with a new body, new operands and new outputs.
 
-    The numbers of constants and of carried values must not change.
+    Only the numbers of scanned operands and of stacked outputs may change, not those of constants
+    and carried values.
     """
     return rebuilt(eqn, [body], invars, outvars)
 
@@ -243,7 +245,7 @@ def rebuilt(
     outvars: Sequence[Var],
     first: Sequence[Atom] = (),
 ) -> JaxprEqn:
-    """Return a loop, a branch or a call with new bodies, operands and outputs.
+    """Return a copy of a loop, a branch or a call with new bodies, operands and outputs.
 
     A loop must have as many constants and carried values as before. A `scan` may have other scanned
     operands and stacked outputs.

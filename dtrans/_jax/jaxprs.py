@@ -42,7 +42,7 @@ def is_traced(value: Any) -> bool:
 
 
 def map_bodies(params: Mapping[str, Any], fn: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the parameters of an equation, with `fn` applied to each jaxpr in them.
+    """Apply `fn` to each jaxpr in the parameters of an equation; return the new parameters.
 
     The jaxprs are bodies of loops, branches and calls. They may be inside tuples.
     """
@@ -194,7 +194,10 @@ def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Call
 
 
 def small_jaxpr(fn: Callable[..., Any], types: Sequence[Any]) -> ClosedJaxpr:
-    """Trace a function of arrays for operands of these types; weak types stay weak."""
+    """Trace a function for arrays of the given types (`ShapedArray`); weak types stay weak.
+
+    Rewrites of programs use it to get the equations of a few operations.
+    """
     specs = [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
     jaxpr: Any = jax.make_jaxpr(fn)(*specs)
     return jaxpr
@@ -209,7 +212,7 @@ def evaluate(jaxpr: ClosedJaxpr, *args: Any) -> list[Any]:
 def live_part(
     jaxpr: Jaxpr, keep: Sequence[bool], always: Sequence[bool]
 ) -> tuple[Jaxpr, list[bool]]:
-    """Return a jaxpr without dead code, also in bodies of loops, branches and calls.
+    """Remove dead code from a jaxpr, also inside its loops, branches and calls.
 
     Args:
       jaxpr: the jaxpr.

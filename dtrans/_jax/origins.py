@@ -15,7 +15,7 @@ def scope_of(eqn: JaxprEqn) -> str:
 
 
 def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
-    """Return an equation of a call's body, with the name stack and traceback that it needs outside.
+    """Adapt the name stack and the traceback of an equation that is moved out of a call's body.
 
     Use this function when a call is replaced by its body. The name stack of the call then precedes
     the name stack of the equation. The traceback is the call's: JAX traces a jitted function once,
@@ -33,7 +33,7 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
 
 
 def is_callback_on_rows(eqn: JaxprEqn) -> bool:
-    """Return True if a `pure_callback` was written by `jax.vmap`, so that rows stay independent.
+    """Return True if `jax.vmap` wrote a `pure_callback`: each output row then reads one input row.
 
     A row is an index of dimension 0, along which `vmap` mapped. In each operand, dimension 0 has
     all rows, or has size 1. A callback without `vmap` may have the same parameters, but its outputs

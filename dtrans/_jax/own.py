@@ -53,7 +53,7 @@ def new_identity(
     batch: Callable[..., Any] | None = None,
     transpose: Callable[..., Any] | None = None,
 ) -> Primitive:
-    """Return a new primitive that returns its first operand.
+    """Return a new primitive that returns its first operand, such as a marker of gradients.
 
     The default batching rule keeps the batch dimension of that operand.
     """

@@ -360,7 +360,7 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite so that zero operands make the outputs zero.
+    """Return the operands that must be finite so that outputs are zero if some operands are zero.
 
     For x * y with x = 0, this returns the index of y: the product is zero if y is finite. A divisor
     among the returned operands must also differ from zero. The result is None if outputs may differ

@@ -118,12 +118,12 @@ def _plain_constant(x: Any) -> Any:
 
 @without_mesh
 def plain_jaxpr(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
-    """Remove meshes and shardings from the types and equations of a jaxpr."""
+    """Return a copy of a jaxpr without meshes and shardings in its types and equations."""
     return _Plain().closed(jaxpr)
 
 
 class _Plain:
-    """Rewriter that removes placement; a jaxpr that occurs several times is rewritten once."""
+    """Rewriter that removes meshes and shardings from jaxprs, each of them only once."""
 
     def __init__(self) -> None:
         # id of a jaxpr -> (jaxpr, new jaxpr); the reference keeps the id from being reused

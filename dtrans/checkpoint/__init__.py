@@ -1,11 +1,9 @@
 """Checkpoints of jobs, stored with orbax; arrays have the names of the single-device step.
 
-    parameter servers
-      ckpt/300/pserver-0   an orbax checkpoint {"params/w.block0": ..., ...} of the first server.
-                           It records which rows of the step's arrays each block contains
-      ckpt/300/pserver-1   ...
-      ckpt/300/trainer-0   leaves that no server stores (`plan.frozen`), such as batch statistics;
-                           absent if there are none
+    parameter servers ckpt/300/pserver-0   an orbax checkpoint {"params/w.block0": ..., ...} of the
+      first server. It records the rows of the step's arrays that each block (rows on one server)
+      contains ckpt/300/pserver-1   ... ckpt/300/trainer-0   leaves that no server stores
+      (`plan.frozen`), such as batch statistics; absent if there are none
 
     dtrans.sharding
       ckpt/300/rank-0      rows of each sliced array, {"params/w": ...}, and all other arrays

@@ -160,7 +160,8 @@ def save_serving(
         slices. None to leave the rounding errors of all trainers out of the checkpoint.
       servers_only: True to leave out the parameters that no server stores. Then only servers can
         restore the checkpoint.
-      alone: True if this server's piece is a complete snapshot, without pieces of other servers.
+      alone: True if the files of this server are a complete snapshot, as in asynchronous jobs,
+        where servers restart separately.
 
     Raises:
       As `save`.
@@ -279,7 +280,7 @@ def _save_id_of_job(job: Any, layout: PieceLayout, here: Iterable[str], tag: str
 def _values(job: Any, state: Any, here: Iterable[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (role, arrays) for each server, trainer or rank in this process that saves arrays.
 
-    This function is a generator, so that only one role's arrays are on the host at a time.
+    The generator copies arrays to the host role by role, to save memory.
     """
     plan = job.plan
     if isinstance(plan, PServerPlan):
@@ -486,10 +487,11 @@ def _table_arrays(
 def _init_outputs(
     saved: Checkpoint, init: Program
 ) -> Callable[[], Mapping[str, np.ndarray]] | None:
-    """Return a function that repeats the saved job's init, and returns its outputs by name.
+    """Return a function that runs the user's init again, with the arguments of the saved job.
 
-    Table rows that no step used are not in the checkpoint; the init generates them again. If the
-    checkpoint contains all rows, the result is None.
+    Table rows that no step used are not in the checkpoint, so a restore generates them. The
+    function returns the outputs of the init by name. If the checkpoint contains all rows, the
+    result is None.
     """
     args = saved.init_args(init)
     if args is None:
@@ -503,7 +505,10 @@ def _init_outputs(
 
 
 def _init_slices(saved: Checkpoint, init: Program | None) -> InitSlice | None:
-    """Return a function that computes initial values of a slice; None if no init is needed."""
+    """Return a function that computes the init's values of a slice, for rows that were not saved.
+
+    Return None if all rows were saved.
+    """
     if init is None:
         return None
     first = _init_outputs(saved, init)

@@ -31,7 +31,7 @@ Shared = tuple[RowSet | np.ndarray, ...]  # intersection of boxes: indices along
 
 
 def full_slice(name: str, aval: Any, endpoint: str = "") -> VarDistributed:
-    """Return the record of a slice that covers the full array."""
+    """Describe a full array as a slice that covers all of it."""
     shape = tuple(aval.shape)
     return VarDistributed(name, shape, name, shape, aval.dtype, 0, 0, 0, False, "Param", endpoint)
 
@@ -56,7 +56,7 @@ def assemble_slice(
     *,
     may_differ: bool = False,
 ) -> np.ndarray:
-    """Assemble a slice of an array from other slices; return it as `as_numpy` would.
+    """Assemble a slice of an array from other slices of the array; return a NumPy array.
 
     Args:
       target: the slice to assemble.
@@ -157,7 +157,7 @@ def _box(row: VarDistributed) -> Box:
 
 
 def _intersect(a: Box, b: Box) -> Shared | None:
-    """Return the indices, along each dimension, that two slices share; None if there are none."""
+    """Return the indices along each dimension that two slices share; None if they share none."""
     shared = []
     for x, y in zip(a, b, strict=True):
         common = _intersect_rows(x, y)

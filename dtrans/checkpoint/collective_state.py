@@ -86,7 +86,7 @@ def saver_rows(plan: CollectivePlan) -> list[VarDistributed]:
 
 
 def _bin_slots(plan: CollectivePlan) -> Mapping[str, BinSlot]:
-    """Return the position of each packed array in the bin (the concatenated arrays) of its rank."""
+    """Return the position of each array in its bin (a vector with all arrays of one rank)."""
     if isinstance(plan, ShardingPlan) and plan.owned is not None:
         return plan.owned.state.places
     return {}
@@ -107,13 +107,13 @@ def _filled_ranks(sliced: Sliced) -> int:
 
 
 def _slice(row: VarDistributed, sliced: Sliced, k: int, who: str) -> VarDistributed:
-    """Return the record of the rows of an array on rank k, without padding; `who` saves them."""
+    """Describe the rows of an array on rank k, without padding, as a slice that `who` saves."""
     start, stop = k * sliced.part, min((k + 1) * sliced.part, sliced.size)
     return dataclasses.replace(_rows_of(row, sliced.axis, start, stop), block_id=k, endpoint=who)
 
 
 def _rows_of(row: VarDistributed, axis: int, start: int, stop: int) -> VarDistributed:
-    """Return the record of a range of rows of an array."""
+    """Describe a range of rows of an array as a slice."""
     shape = (*row.origin_shape[:axis], stop - start, *row.origin_shape[axis + 1 :])
     is_slice = shape != row.origin_shape
     return dataclasses.replace(row, slice_shape=shape, axis=axis, offset=start, is_slice=is_slice)
@@ -208,7 +208,10 @@ def _read_bin(
 
 
 def _bin_span(plan: CollectivePlan, place: BinSlot) -> tuple[int, int]:
-    """Return the range of an array in the bins of all ranks, concatenated in the order of ranks."""
+    """Return the range of an array in the concatenation of all ranks' bins.
+
+    A bin is the vector that contains all arrays of one rank.
+    """
     start = place.rank * plan.program.inputs[place.bin].size + place.start
     return start, start + place.size
 
@@ -325,13 +328,13 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(plan: CollectivePlan, name: str, part: Part) -> list[tuple[VarDistributed, int]]:
     """Return the slices of saved arrays that fill one device's part of an array.
 
-    Returns:
-      Pairs (slice of an array of the step, the index in the device's part at which it begins).
+          Args: name: an array of the job's state: an array of the step, or a bin (all arrays of a
+            rank in one vector). part: a device's part of the array. If the part is limited along
+            several dimensions, the slices are limited only along the first one, and complete along
+            the others.
 
-    Args:
-      name: an array of the job's state: an array of the step, or a bin, which contains several.
-      part: a device's part of the array. Only the first sliced dimension of the part limits the
-        slices. Along other dimensions, the slices have all entries.
+          Returns: Pairs (slice of an array of the step, the index in the device's part at which it
+            begins).
     """
     found = []
     types = _types(plan)

@@ -321,7 +321,7 @@ class Checkpoint:
     def table(
         self, targets: Sequence[VarDistributed], eqn: Any, args: Sequence[Any] | None
     ) -> SavedTable | None:
-        """Return the saved rows of a table's block (its rows on one server).
+        """Return an object that reads the saved rows of a table's block (its rows on one server).
 
         Return None if the block cannot be restored row by row. For example, the files may lack
         rows, and there is no init that generates them.
@@ -447,7 +447,8 @@ def write(
 ) -> None:
     """Write the arrays of one role (a piece), unless a piece of the same run and step exists.
 
-    A piece of the same job but another run is replaced: the job has gone back to an earlier step.
+    If a failed trainer is dropped, the job goes back to an earlier step, and begins a new run.
+    Pieces that the old run wrote for later steps are then replaced.
 
     Args:
       path: the folder of the checkpoint.
@@ -620,7 +621,7 @@ def _write_errors(who: str, place: Path) -> Iterator[None]:
 
 
 def check_first(name: str, old: np.ndarray, new: np.ndarray) -> None:
-    """Raise StateError if this plan's init generates other rows than the saving job's init.
+    """Raise StateError if this job's init generates other table rows than the saved job's init.
 
     Args:
       name: name of the table.

@@ -1,8 +1,9 @@
 """Conversion between the state of servers and the pytrees of the single-device step.
 
-Servers also store arrays that are not part of the step: backups and mean squares of DC-ASGD. These
-additional arrays start from initial values unless they were saved (`initial_sources`). The values
-of leaves that no server stores (`plan.frozen`) come from trainer 0.
+Servers also store arrays that are not part of the step. In DC-ASGD (delay compensation), these are
+backups of parameters, and mean squares of gradients. These additional arrays start from initial
+values unless they were saved (`initial_sources`). The values of leaves that no server stores
+(`plan.frozen`) come from trainer 0.
 
 Functions check names, shapes and dtypes of a state. Their results share no memory with their
 arguments.
@@ -159,15 +160,16 @@ def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
 def initial_sources(
     plan: PServerPlan, endpoint: str, saved: Collection[str] = ()
 ) -> list[tuple[VarDistributed, str | None]]:
-    """Return each slice that a server restores, and the name of the array that contains it.
+    """Return pairs (slice that a server restores, name of the saved array that contains the slice).
 
-    The name of the array is None for a slice that starts from zeros. Copies of parameters that are
-    compressed for trainers are left out, since `encoded_copies` computes them from the parameters.
+        The name is None for a slice that starts from zeros. Some servers also store compressed
+        copies of parameters, to send them to trainers. These copies are left out: `encoded_copies`
+        computes them from the parameters.
 
-    Args:
-      plan: the plan of the job.
-      endpoint: the server's endpoint.
-      saved: names of saved arrays. They may include arrays that are not part of the step.
+        Args:
+          plan: the plan of the job.
+          endpoint: the server's endpoint.
+          saved: names of saved arrays. They may include arrays that are not part of the step.
     """
     found: list[tuple[VarDistributed, str | None]] = []
     for row in plan.overview.by_endpoint(endpoint):

@@ -56,7 +56,7 @@ def _row(name: str, t: Any, trainer: int, trainers: int, saver: str = "") -> Var
 def rounding_error_slices(
     plan: PServerPlan, arrays: Mapping[str, Any], trainer: int
 ) -> dict[str, np.ndarray]:
-    """Return the rounding errors of a trainer under the names of their slices.
+    """Rename a trainer's rounding errors: from names of arrays to names of slices in a checkpoint.
 
     Args:
       plan: the plan of the job.
@@ -72,7 +72,9 @@ def rounding_error_slices(
 def restore_rounding_errors(
     saved: Checkpoint, plan: PServerPlan, trainers: Sequence[int]
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Return the first rounding errors of trainers from a checkpoint, by trainer id and name.
+    """Read the rounding errors with which trainers continue from a checkpoint.
+
+    The result maps a trainer's id to a dict of arrays by name.
 
     If the job that wrote the checkpoint had another number of trainers, each trainer begins with
     the mean over that job's trainers. The mean of the rounding errors is the part of the mean

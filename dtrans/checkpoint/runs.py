@@ -37,7 +37,7 @@ THIS_PROCESS = new_run()
 
 
 def note(who: str, run: str) -> None:
-    """Record the identifier of a run, for the checkpoints that a role of this process saves later.
+    """Store the identifier of a role's run, to record it in the role's later checkpoints.
 
     Args:
       who: the role: a server's endpoint, or a trainer.
@@ -56,7 +56,7 @@ def run_of(who: str, environ: Mapping[str, str] | None = None) -> str:
 class SaveId:
     """Run, step and tag that a process records in its files of a checkpoint.
 
-    A restore combines only files with matching marks, so that runs and steps are never mixed.
+    A restore combines only files of one run with equal step and tag.
 
     Attributes:
       run: identifiers of the run. All pieces of one save have at least one in common.
@@ -77,7 +77,7 @@ class SaveId:
 
 
 def save_id(run: str, tag: str | None = None, *, alone: bool = False) -> SaveId:
-    """Return the mark (run, step and tag) that a process records in the files that it saves now.
+    """Return the `SaveId` (run and tag) that a process records in the files that it saves now.
 
     Args:
       run: the identifier of the process's run.

@@ -63,8 +63,9 @@ class RowSegment:
       ids: indices of the rows within the server's part, increasing.
       changed: history of each row as one integer. 1: the row exists, but no step has changed it. n
         + 1: the row exists, and step n was the last to change it. -1: the row does not exist. -(n +
-        1): the row was evicted before step n. If a row filter has counted c updates of a row that
-        does not exist, the number is smaller by c * COUNTS.
+        1): the row was evicted before step n. With a row filter, a row exists only after several
+        updates. If c updates of such a row were counted so far, the number is smaller by c *
+        COUNTS.
       rows: the existing rows, as one array for the table and one for each state array.
     """
 
