@@ -328,13 +328,14 @@ def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
 def _part_rows(plan: CollectivePlan, name: str, part: Part) -> list[tuple[VarDistributed, int]]:
     """Return the slices of saved arrays that fill one device's part of an array.
 
-          Args: name: an array of the job's state: an array of the step, or a bin (all arrays of a
-            rank in one vector). part: a device's part of the array. If the part is limited along
-            several dimensions, the slices are limited only along the first one, and complete along
-            the others.
+    Args:
+      name: an array of the job's state: an array of the step, or a bin (a vector with all arrays of
+        a rank).
+      part: a device's part of the array. If the part is limited along several dimensions, the
+        slices are limited only along the first one.
 
-          Returns: Pairs (slice of an array of the step, the index in the device's part at which it
-            begins).
+    Returns:
+      Pairs (slice of an array of the step, the index in the device's part at which it begins).
     """
     found = []
     types = _types(plan)

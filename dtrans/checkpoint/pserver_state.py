@@ -160,16 +160,16 @@ def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
 def initial_sources(
     plan: PServerPlan, endpoint: str, saved: Collection[str] = ()
 ) -> list[tuple[VarDistributed, str | None]]:
-    """Return pairs (slice that a server restores, name of the saved array that contains the slice).
+    """Return the slices that a server restores, each with the name of the array that contains it.
 
-        The name is None for a slice that starts from zeros. Some servers also store compressed
-        copies of parameters, to send them to trainers. These copies are left out: `encoded_copies`
-        computes them from the parameters.
+    The result has pairs (slice, name). The name is None for a slice that starts from zeros. Some
+    servers also store compressed copies of parameters, to send them to trainers. These copies are
+    left out: `encoded_copies` computes them from the parameters.
 
-        Args:
-          plan: the plan of the job.
-          endpoint: the server's endpoint.
-          saved: names of saved arrays. They may include arrays that are not part of the step.
+    Args:
+      plan: the plan of the job.
+      endpoint: the server's endpoint.
+      saved: names of saved arrays. They may include arrays that are not part of the step.
     """
     found: list[tuple[VarDistributed, str | None]] = []
     for row in plan.overview.by_endpoint(endpoint):
