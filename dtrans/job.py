@@ -572,8 +572,7 @@ class Job(StateFunctions):
         Process k of N gets rows k*B/N to (k+1)*B/N of each array in `split_axes()`, and all other
         arrays in full. A single process gets the global batch. Some jobs also accept a number of
         rows that is not a multiple of the trainers (attribute `takes_uneven_parts`), or give faster
-        trainers more rows (`dtrans.Batch.speeds`). The result then contains a `dtrans.UnevenPart`
-        in place of an array.
+        trainers more rows (`dtrans.Batch.speeds`). The result then contains `dtrans.UnevenPart`s.
 
         Args:
           *batch: the batch arguments of the step: pytrees of NumPy or JAX arrays.

@@ -45,7 +45,7 @@ Outputs = tuple[dict[str, Atom], dict[str, Atom]]  # (output name -> value, leaf
 
 @dataclasses.dataclass(frozen=True)
 class MicroSteps:
-    """Rules to split a trainer's part of the batch into micro-steps, and to merge their outputs.
+    """Division of a trainer's part of the batch into micro-steps, and merge rules of their outputs.
 
     Attributes:
       count: the number of micro-steps.
@@ -85,7 +85,7 @@ class MicroSteps:
     def from_options(
         cls, step: DividedStep, options: Options, merges: Mapping[str, str]
     ) -> MicroSteps:
-        """Derive the micro-steps of a trainer from the options of the plan.
+        """Return the number of micro-steps and their merge rules, from the options of the plan.
 
         Args:
           step: the step of a trainer, divided at its gradients.
@@ -124,19 +124,20 @@ def write_micro_steps(
     inputs: Mapping[str, Atom] | None = None,
     half: Callable[[Builder, DividedStep], Outputs] | None = None,
 ) -> Outputs:
-    """Write the forward and backward pass as a scan over micro-steps, which adds up gradients.
+    """Add equations to a program: a scan over micro-steps, which adds up their gradients.
 
-    All micro-steps read the same parameters. The caller reduces the sum over trainers once.
+    A micro-step is the forward and backward pass for some rows. All micro-steps read the same
+    parameters. The caller reduces the summed gradients over trainers, once.
 
     Args:
-      b: the builder to write with; it has the step's inputs.
+      b: the builder of the program; it has the step's inputs.
       step: the step of a trainer.
       window: the trainer's micro-steps.
       results: the wanted outputs. Parameters that trainers update locally are returned anyway.
       inputs: values in `b` that replace inputs of the step, by name.
-      half: a function that writes one micro-step. The function adds one variable for each of
-        `inputs` to the builder, after all other inputs, and returns two dicts: outputs by name, and
-        gradients by leaf. The default is `write_trainer_half`.
+      half: a function (builder, step) that writes one micro-step with another builder. It adds one
+        input for each of `inputs`, after all other inputs. It returns two dicts: outputs by name,
+        and gradients by leaf. The default is `write_trainer_half`.
 
     Returns:
       Merged outputs by name, and merged gradients by leaf.
@@ -185,7 +186,7 @@ def write_micro_steps(
 
 
 def write_local_steps(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
-    """Write several complete training steps of one trainer, without communication (local SGD).
+    """Add equations to a program: several steps of one trainer without communication (local SGD).
 
     Each step reads one part of the trainer's batch, and the state that the previous step returned.
     `write_micro_steps` describes arguments and errors.
@@ -213,9 +214,10 @@ def _micro_program(source: Program, window: MicroSteps) -> Program:
 
 
 def _write_precomputed(b: Builder, step: DividedStep, window: MicroSteps) -> dict[str, Atom]:
-    """Write the values that a trainer computes before its micro-steps, and return them by name.
+    """Write equations for the values that a trainer computes before its micro-steps.
 
-    A dropout mask is an example. The values depend on the full batch, but on no parameter.
+    A dropout mask is an example. The values depend on the full batch, but on no parameter. Return
+    the values by name.
     """
     if window.precomputed is None:
         return {}
@@ -387,7 +389,7 @@ def _write_scan(
     """Write the scan over micro-steps into a trainer's program, and return its outputs by name.
 
     Args:
-      b: the builder to write with.
+      b: the builder of the program.
       step: the step of a trainer.
       scan: the scan, as a function of arrays.
       inputs: values in `b` that replace inputs of the step, by name.

@@ -3,8 +3,8 @@
     layers outside of scopes   a trainer computes its rows of the batch
     layers in split scopes     a trainer computes all rows, with its pieces of the parameters
 
-The user passes `mesh={"data": n, "model": "data"}`. One call of the engine (`dtrans.engine.split`)
-writes the full step for one trainer. It all-gathers the rows of a split layer's operand, and
+The user passes `mesh={"data": n, "model": "data"}`. One call of `dtrans.engine.split` writes the
+full step for one trainer. The step all-gathers the rows that a split layer reads, and
 reduce-scatters the layer's output or cotangent. The first and the last layer may both be split,
 such as an embedding and a head. The layers between them still compute a trainer's rows.
 
@@ -47,7 +47,7 @@ def plan_colocated(
       replan: plans the same step with other options.
 
     Raises:
-      ConfigError: an option needs the gradients of single trainers.
+      ConfigError: an option needs the separate gradients of each trainer, such as a local clip.
     """
     check_together(
         {

@@ -42,7 +42,7 @@ class DeviceParts:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def on_model_axis(self, state: ModelState, types: Mapping[str, Any]) -> DeviceParts:
-        """Return these fields for one of the devices that divide a trainer's parameters.
+        """Rewrite the fields for one of the devices that divide a trainer's parameters.
 
         Args:
           state: the state that the devices of a trainer divide.
@@ -53,7 +53,7 @@ class DeviceParts:
         return parts._rewritten(state.axis, lambda program: shard_program(program, state))
 
     def on_sequence_axis(self, axis: SequenceAxis) -> DeviceParts:
-        """Return these fields for one of the devices that divide a trainer's sequences."""
+        """Rewrite the fields for one of the devices that divide a trainer's sequences."""
         return self._rewritten(axis.name, axis.shard, axis.full_types)
 
     def _rewritten(

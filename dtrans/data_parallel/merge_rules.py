@@ -1,11 +1,11 @@
 """Choice of the rule that merges the trainers' values of an output, such as "mean" or "concat".
 
 With `batch="local"`, each trainer computes its own loss, batch statistics and other outputs, but a
-job returns one value. With local steps, all state must be merged, too. A rule in the user's `merge`
-has priority. Other rules are inferred from two traces: the step of one trainer, and the step on the
-full batch. Results that are larger in the second trace grow with the batch, and are concatenated.
-An analysis of the equations finds values that depend on rows of the batch, or only on the number of
-rows. If no rule can be inferred, the plan raises an error.
+job returns one value. With local steps, all state must be merged, too. If the user chose a rule
+(`Batch.merge`), it is used. Other rules are inferred from two traces: the step of one trainer, and
+the step on the full batch. Results that are larger in the second trace grow with the batch, and are
+concatenated. An analysis of the equations finds values that depend on rows of the batch, or only on
+the number of rows. If no rule can be inferred, the transform raises an error.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def infer_merges(step: DividedStep, options: Options, count_remedy: str = "") ->
     Args:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
-      count_remedy: the advice in the error for a count in the state, which has no default rule; ""
-        to advise a rule for the user's `merge`.
+      count_remedy: advice for the user, for an error: a count in the state has no default rule. If
+        empty, the advice is to choose a rule with `merge`.
 
     Returns:
       A rule by output name, such as {"loss": "mean"}.
@@ -110,7 +110,7 @@ class _MergeRules:
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       local_state: the state that trainers update locally.
-      count_remedy: the advice in some errors, as for `infer_merges`.
+      count_remedy: advice for an error, as for `infer_merges`.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class _MergeRules:
             self.row_counts = _find_row_counts(step, self.full_step)
 
     def _trace_full_step(self) -> Program | None:
-        """Trace the step on the full batch; return None if no rule depends on the second trace."""
+        """Trace the step on the full batch; return None if no merge rule depends on this trace."""
         may_grow = []
         is_needed = False
         for n in (*self.step.results, *self.local_state):
@@ -256,7 +256,7 @@ def _trace_full_batch(
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       parts: the number of parts into which the full batch is split.
-      may_grow: outputs that may grow with the batch, so that their merge rule depends on the new
+      may_grow: names of outputs that may grow with the batch. Their merge rules depend on the new
         trace.
 
     Returns:
@@ -288,11 +288,11 @@ def _trace_full_batch(
 
 
 def _find_row_counts(step: DividedStep, full_step: Program) -> dict[Var, int]:
-    """Find the values that depend on the number of rows, but not on the contents of rows.
+    """Find the values of a step that depend on the number of rows, but not on the contents of rows.
 
     The function compares each equation of a trainer's step with the same equation of the full step:
     a constant such as `len(x)` differs. If the two steps have different equations, the result is
-    empty.
+    empty. The result maps each found variable to 1.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns
     if len(here) != len(there):
@@ -317,7 +317,7 @@ def _differ(x: JaxprEqn, y: JaxprEqn) -> bool:
 
 
 def _find_batch_values(step: DividedStep, options: Options) -> dict[Var, int]:
-    """Find the values that differ between trainers, because they depend on a trainer's rows."""
+    """Find the values that depend on a trainer's rows; the result maps their variables to 1."""
     program = step.program
     inner = program.inner
     ins = program.invars

@@ -208,7 +208,7 @@ class Options:
 
     @property
     def need_of_gradients(self) -> str:
-        """Advice for the user if an option is set that needs known gradients; "" if none is set.
+        """Advice for the user if an option is set that needs gradients; "" if none is set.
 
         An error about gradients that were not found ends with this advice.
         """
@@ -237,10 +237,10 @@ class Options:
         return dataclasses.replace(self, batch=batch, reduce=reduce)
 
     def with_shared(self, shared: ExactStep) -> Self:
-        """Return the options that write one trainer's step, after the batch was split exactly.
+        """Return options for one trainer's step, after `batch="exact"` has rewritten the step.
 
-        The trainer's step then contains its own communication. So it is written like a step with
-        `batch="local"`.
+        The rewritten step contains the communication that makes it exact. So the remaining rewrites
+        treat it like a step with `batch="local"`.
 
         Args:
           shared: the split of the batch.

@@ -176,11 +176,11 @@ class CollectivePlan(Plan):
     def function(self) -> Callable[..., Any]:
         """Program of one trainer as a pure function: (params, opt_state, *batch) -> outputs.
 
-        Use it to write your own training loop without a dtrans job. Call it under `jax.pmap`,
-        `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis names in `axes`. One
-        device alone needs no axis. Each trainer passes its part of the batch. Results are merged
-        already, with two exceptions: a result with rule "concat" has only this trainer's rows, and
-        a result with rule "each" has only this trainer's value.
+        Use the function to write your own training loop without a dtrans job. Call it under
+        `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis names in
+        `axes`. One device alone needs no axis. Each trainer passes its part of the batch. Results
+        are merged already, with two exceptions: a result with rule "concat" has only this trainer's
+        rows, and a result with rule "each" has only this trainer's value.
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. JAX
@@ -264,7 +264,7 @@ class CollectivePlan(Plan):
         return bytes_by_axis(self.program.jaxpr)
 
     def bytes_over(self, *axes: str) -> dict[str, int]:
-        """Return the bytes that a trainer passes to collectives over `axes` in a step, by dtype."""
+        """Return the bytes of a step that a trainer passes to collectives over `axes`, by dtype."""
         found: dict[str, int] = {}
         for eqn, times in collectives(self.program.jaxpr):
             if set(axes) & set(eqn.params["over"]):

@@ -77,7 +77,7 @@ def assign_buckets(
       values: the value to reduce for each parameter, in the order in which the program computes
         them. Several parameters may share one value.
       options: the options of the data-parallel strategy.
-      kind: returns how the value of a parameter is reduced.
+      kind: function from the name of a parameter to the `ReduceSpec` of its value.
     """
     reduced: dict[str, Atom] = {}
     for leaf, value in values.items():
@@ -132,10 +132,10 @@ def _group_leaves(
 def bucket_sizes(types: Sequence[Any], options: Options) -> dict[Any, float]:
     """Return the maximum size of a bucket in bytes, by dtype.
 
-    The option `max_buckets` limits the number of buckets of all dtypes. This number is divided
-    among the dtypes in proportion to their numbers of gradients. The first dtype also gets the
-    remainder. If a dtype gets n buckets, the maximum size of its buckets is (bytes of its
-    gradients)/(n - 1), as in EPL. Without `max_buckets`, the size is `bucket_MB`.
+    The option `max_buckets` limits the total number of buckets. This number is divided among the
+    dtypes in proportion to their numbers of gradients. The first dtype also gets the remainder. If
+    a dtype gets n buckets, the maximum size of its buckets is (bytes of its gradients)/(n - 1), as
+    in EPL. Without `max_buckets`, the size is `bucket_MB`.
 
     Source of `max_buckets`: epl/communicators/coalescing.py.
     """
@@ -180,7 +180,7 @@ class Reducer:
       options: the options of the data-parallel strategy.
       example_count: the weight of this trainer, if means are weighted.
       suffix: a suffix for names of reduced values: "params/w" + suffix.
-      kind: returns how the gradient of a leaf is reduced.
+      kind: function from the name of a leaf to the `ReduceSpec` of its gradient.
       scale: the loss scale, by which the gradients are still multiplied. None for no scale.
 
     Attributes:

@@ -29,7 +29,8 @@ def take_inputs(
 ) -> dict[Var, Var]:
     """Add the step's inputs to the program of a trainer.
 
-    Random keys and slices get new variables: a trainer's key and slice differ from the step's.
+    Two kinds of inputs get new variables. Each trainer derives its random key from the step's key.
+    With ZeRO, a trainer gets a slice of an array in place of the array.
 
     Args:
       b: the builder of the program.
@@ -38,7 +39,7 @@ def take_inputs(
       sliced: maps the name of each sliced input to the type of a trainer's slice.
 
     Returns:
-      A dict for random keys and slices: variable of the step -> new variable.
+      The new variables: a dict from variable of the step to new variable.
     """
     replaced: dict[Var, Var] = {}
     sliced = sliced or {}

@@ -240,9 +240,9 @@ def plan_data_parallel(main: Program, startup: Program, options: Options) -> Col
 
 
 def divide_if_possible(main: Program, options: Options) -> DividedStep:
-    """Divide a step at its gradients; return it in one piece if no gradients are found.
+    """Divide a step at its gradients; return the undivided step if no gradients are found.
 
-    The engine can also split the batch of a step without known gradients, if no option needs them.
+    If no option needs gradients, the batch of an undivided step can be split, too.
 
     Raises:
       GradientError: the program is not a training step, or an option needs the gradients.
@@ -258,10 +258,10 @@ def divide_if_possible(main: Program, options: Options) -> DividedStep:
 
 
 def callers(options: Options) -> tuple[str, str]:
-    """Return two phrases for the plan's notes, which name the trainers that run host callbacks.
+    """Return two phrases for the plan's notes, such as "trainer 0": they name who runs callbacks.
 
-    An example of a phrase is "trainer 0". The first phrase is for callbacks in forward and
-    backward, the second for all other callbacks.
+    The first phrase names the trainers that run host callbacks in forward and backward. The second
+    names those that run all other host callbacks.
     """
     noun = options.noun
     each = f"each {noun}, with its own values"
@@ -292,7 +292,7 @@ def share_step(
     main: Program | None,
     pieces: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[DividedStep, OptionsT, ExactStep | None]:
-    """Derive the step of one trainer on its part of the batch from the step of one device.
+    """Rewrite the single-device step for one trainer, which reads only its part of the batch.
 
     With `batch="exact"`, the trainer's step contains the communication that makes its results equal
     to those of the full batch.
@@ -346,15 +346,17 @@ def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
 
 
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
-    """Raise ConfigError if a step is not a sum over parts of the batch, but an option needs this.
+    """Raise ConfigError if an option needs a step that is a sum over parts, but the step is not.
 
-    The options are local clips and micro-steps.
+    Local clips and micro-steps need such a step: its gradients are the sum of gradients that parts
+    of the batch give separately.
 
     Args:
       name: the name of the step.
       shared: the split of the batch.
       options: the options of the data-parallel strategy.
-      is_sum: True if the micro-steps read no value that is precomputed from the full batch.
+      is_sum: True if micro-steps read only their part of the batch, and no value that is computed
+        before them from the full batch.
     """
     mixed = f"{name} has values that depend on all rows ({shared.reason})"
     if options.reduce.clip_local_norm is not None and not (shared.proven and is_sum):
@@ -406,7 +408,7 @@ def _by_micro_steps(
 
 
 def _refuse_sized(step: DividedStep, full: DividedStep, options: Options) -> None:
-    """Raise ConfigError if the update, or a result of gradients, depends on the batch or its size.
+    """Raise ConfigError if the update, or a result of gradients, depends on rows or their number.
 
     After the micro-steps, each trainer would compute this update or result from only its rows.
 
@@ -547,7 +549,7 @@ def write_trainer(
       step: the step of one trainer.
       options: the options of the data-parallel strategy.
       merges: the merge rule of each output.
-      kind: returns how the gradient of a leaf is reduced.
+      kind: function from the name of a leaf to the `ReduceSpec` of its gradient.
     """
     source = step.program
     outs: dict[str, Atom] = source.outvars

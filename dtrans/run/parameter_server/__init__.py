@@ -24,12 +24,13 @@ In both:
     block_update        updates of single arrays, for asynchronous servers
     tables              embedding tables: only the rows that a step looks up are sent
 
-In a step of processes, each trainer sends one message to each server, and gets one answer. The
-message contains the gradients, a barrier and a request for new parameters. The server answers after
-its update. If the optimizer reduces over rows of several servers, the servers exchange partial
-results during the update. Every wait has a deadline. If it passes, an error names the late roles.
-Messages contain only data: a receiver does not unpickle or execute them. Servers bind loopback
-addresses by default. Trainers on a server's host connect to the server by a Unix socket.
+In a job of several processes, each trainer sends one message to each server in a step, and gets one
+answer. The message contains the gradients, a barrier and a request for new parameters. The server
+answers after its update. If the optimizer reduces over rows of several servers, the servers
+exchange partial results during the update. Every wait has a deadline. If it passes, an error names
+the late roles. Messages contain only data: a receiver does not unpickle or execute them. Servers
+bind loopback addresses by default. Trainers on a server's host connect to the server by a Unix
+socket.
 
 The protocol follows paddle/fluid/operators/distributed/ (request_handler_impl.cc, rpc_server.cc).
 """

@@ -80,8 +80,9 @@ class BackgroundComm:
     Args:
       connect: function that connects to servers.
       lost: reports a lost server, and returns the exception to raise.
-      rejoin: closes the old connections after the failure of a process. Its argument is the
-        smallest number that the next generation (period between two failures) can have.
+      rejoin: function that closes the old connections after the failure of a process. A failure
+        begins a new generation of the job, with a larger number. The argument is the smallest
+        possible number.
       deadline: seconds that a server may take to answer.
     """
 
@@ -128,7 +129,7 @@ class BackgroundComm:
                 self._setup.add(eqn)
 
     def takes(self, eqn: JaxprEqn) -> bool:
-        """Return True if this object executes the equation, in the background or for GEO-SGD."""
+        """Return True if this object executes an equation: in its thread, or because of GEO-SGD."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
         if eqn.primitive in OF_GEO:
@@ -193,7 +194,7 @@ class BackgroundComm:
         self._lookups.receive(self._receive)
 
     def _receive(self, trainer: str, wanted: Sequence[WantedRows]) -> None:
-        """Receive table rows for the current step, which will also send gradients of these rows.
+        """Receive table rows for the current step. Gradients of these rows will follow.
 
         Args:
           trainer: name of the trainer, such as "trainer 0".
@@ -379,7 +380,7 @@ class BackgroundComm:
         """Connect a GEO-SGD trainer to the servers again, after the failure of a process.
 
         Args:
-          geo: the GEO-SGD of this trainer.
+          geo: the object that runs GEO-SGD for this trainer.
           generation: smallest number that the new generation (period between two failures) can
             have.
         """

@@ -47,7 +47,7 @@ class BlockRequests:
         return [rows for _, _, rows in blocks]
 
     def send_barrier(self, eqn: JaxprEqn, values: list[Any]) -> Sequence[Any]:
-        """Record that all gradients of the step are sent; the next message says so."""
+        """Record that all gradients of the step are sent. The next message tells the servers."""
         self._barriered = eqn.params["endpoints"]
         return [None]
 

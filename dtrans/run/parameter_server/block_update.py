@@ -46,14 +46,14 @@ class BlockUpdates:
     Args:
       update: the server's update.
       state: the initial values, by name.
-      memory: for each embedding table with an update that touches only some rows, the memory of its
-        rows, by the name of the table's block. By default, it is created from `state`.
+      memory: the rows of each embedding table with an update that touches only some rows, by the
+        name of the table's block. By default, it is created from `state`.
 
     Attributes:
       grads: maps the name of each block to the names of the gradients that it reads.
       state: the initial values, with tables in `memory`.
       server_tables: reports and evicts rows of tables.
-      spent: names of state arrays. An update reuses their memory for new values.
+      spent: names of the state arrays that an update overwrites, to reuse their memory.
       before: function that is called before each update of a block.
 
     Raises:

@@ -44,7 +44,8 @@ class Communicator:
       connect: function that connects to servers. Only the communicator uses the connections, until
         `stop`.
       lost: reports a lost server, and returns the exception to raise.
-      leaves: the parameters to receive, by the caller's keys.
+      leaves: the servers and names of the parameters to receive. The caller chooses the keys of
+        this dict, and `newest` returns a dict with the same keys.
       config: length of the queue, and other options.
       deadline: seconds that a server may take to answer.
       name: name of the trainer for errors, such as "trainer 0".

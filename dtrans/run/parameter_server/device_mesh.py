@@ -54,10 +54,10 @@ def _cut(
 
 
 def _index(rules: Rules, *, over: tuple[str, ...]) -> Sequence[Any]:
-    """Compute the primitive `trainer_index` on a device.
+    """Return the result of the primitive `trainer_index` on one device of a trainer.
 
-    Over the trainers, it is the id of this trainer. Over other axes, it is the index of the device
-    on these axes of the mesh.
+    If `over` is the axis of trainers, the result is the id of this trainer. Otherwise, it is the
+    index of the device along the mesh axes `over`.
     """
     if over == TRAINERS:
         return rules[trainer_index_p](over=over)

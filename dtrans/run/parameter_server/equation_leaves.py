@@ -88,5 +88,5 @@ def drop_padding(uniq: np.ndarray, table: Leaf) -> np.ndarray:
 
 
 def as_deltas(leaf: Leaf) -> Leaf:
-    """Return the leaf with the names under which GEO-SGD sends changes of its blocks."""
+    """Rename the blocks of a leaf to the names under which GEO-SGD sends changes of the blocks."""
     return dataclasses.replace(leaf, names=tuple(n + DELTA for n in leaf.names))

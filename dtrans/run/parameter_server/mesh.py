@@ -363,9 +363,10 @@ class MeshJob(Job):
         return frozenset(changed | {*self.plan.compression.rounding_error_types})
 
     def _shared(self, batch: Sequence[Any]) -> list[tuple[Any, Share]]:
-        """Return the arrays of a batch, each with its split over trainers.
+        """Return the arrays of a batch, each with the dimension along which trainers divide it.
 
-        A split is a dimension along which trainers divide the array, or "replicated", for example.
+        An array that every trainer gets in full has "replicated" in place of a dimension. A random
+        key that each trainer changes has "key".
 
         Raises:
           BatchError: the arrays cannot be split over the trainers.
@@ -384,7 +385,11 @@ class MeshJob(Job):
         return arrays
 
     def _level(self, state: MeshState) -> int:
-        """Return the index of the next step's density, in the ramp-up of `dtrans.TopK`."""
+        """Return the number of the trainer program for the next step, for `dtrans.TopK`.
+
+        `TopK` sends a fraction of each gradient's numbers (density). In a ramp-up, the densities
+        follow each other. Each density needs another program.
+        """
         compression = self.plan.compression
         errors = {}
         for n in compression.rounding_errors:
@@ -396,7 +401,7 @@ class MeshJob(Job):
 
         Args:
           arrays: the arrays of the batch, each with its split over trainers.
-          level: index of the density of messages, in the ramp-up of `dtrans.TopK`.
+          level: the result of `_level`.
         """
         key = level, *((x.shape, x.dtype) for x, _ in arrays)
         if key not in self._runners:

@@ -165,8 +165,9 @@ class MeshServers:
     ) -> None:
         """Run one update of every server, and pass values between servers, such as partial norms.
 
-        A server pauses when it needs values of other servers. The method continues the servers that
-        wait for the earliest exchange (smallest `level`), until all updates are complete.
+        A server pauses when it needs values of other servers. The method repeatedly continues the
+        servers that wait for the earliest exchange (smallest `level`), until all updates are
+        complete.
 
         Args:
           state: the state of each server, by endpoint; updated in place.
@@ -282,7 +283,7 @@ class _MeshServer:
         return new
 
     def _sized(self, sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Return the compiled update for some numbers of table rows, which is compiled only once.
+        """Return the compiled update for the given numbers of table rows, compiled only once.
 
         Args:
           sizes: number of rows to update, by name of the table's block.
@@ -296,7 +297,7 @@ class _MeshServer:
 
 
 def _unstack(sent: Sequence[Mapping[int, str]], grads: Mapping[str, Any]) -> dict[str, Any]:
-    """Split gradients of all trainers, as a mesh stores them, into each trainer's gradients.
+    """Divide gradients that contain the values of all trainers into one gradient for each trainer.
 
     Args:
       sent: one dict for each gradient. It maps the id of a trainer to the name under which this
@@ -504,7 +505,7 @@ class MeshStepFabric(StepFabric):
         return self._from_host(eqn, prefetched(self._plan, eqn, list(ids), self.state))
 
     def _each_trainers(self, eqn: JaxprEqn, values: list[Any]) -> list[tuple[Any, ...]]:
-        """Copy an equation's operands to the host, and return those of each trainer.
+        """Copy an equation's operands to the host; return a list with the operands of each trainer.
 
         If all trainers have the same operands, the result has one entry.
         """

@@ -1,8 +1,8 @@
 """Asynchronous job in one process, in which trainers take turns in a fixed order.
 
 Trainers of an asynchronous job step independently, so its results depend on time. `plan.verify()`
-needs a job with a definite result. It traces `OrderedJob.step`, and compares it with a sequential
-replay of the same order (`dtrans.run.replays`).
+needs a job that always has the same result. It traces `OrderedJob.step`, and compares it with a
+sequential replay of the same order (`dtrans.run.replays`).
 
     servers   blocks of parameters, with the updates of an asynchronous server (`block_update`)
     trainers  programs that are divided at their communication with servers

@@ -183,7 +183,7 @@ class Server:
     def _new_kind(
         self, start: GenerationStart, trainers: TrainerRegistry, before: Serving | None
     ) -> SyncServer | AsyncServer:
-        """Create the server's update, and its handler for step messages (synchronous or not).
+        """Create the server's update, and the synchronous or asynchronous handler of step messages.
 
         Args:
           start: the state with which the server starts.
@@ -347,7 +347,7 @@ def _sizes(update: ServerUpdate) -> dict[str, int]:
 
 
 def _decides_signals() -> bool:
-    """Return True if the server may handle SIGTERM, with which a launcher ends processes.
+    """Return True if the server may set a handler for SIGTERM. A launcher ends it with SIGTERM.
 
     Python sets signal handlers only in the main thread. A handler of the user is not replaced.
     """

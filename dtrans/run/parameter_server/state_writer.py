@@ -109,7 +109,7 @@ class StateWriter:
         *,
         waits: bool = True,
     ) -> None:
-        """Start to write a snapshot (snapshot from which the job continues after a failure).
+        """Start to write a snapshot, from which the job continues after the failure of a process.
 
         Args:
           keep: writes the state. `ended` does not yield its result.

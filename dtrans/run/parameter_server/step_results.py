@@ -132,8 +132,9 @@ def _check_parts(sizes: Sequence[Sequence[int]], shares: Sequence[int]) -> None:
     """Raise BatchError if trainers used parts of other sizes than expected.
 
     Args:
-      sizes: two numbers for each trainer: the rows of the global batch (0 if trainers divide them
-        evenly), and the rows of the trainer's part.
+      sizes: two numbers that each trainer reports: the rows of the global batch, and the rows of
+        the trainer's part. If all parts have equal sizes, trainers report 0 rows of the global
+        batch.
       shares: the expected rows of each trainer's part; empty if all parts have equal sizes.
     """
     expected = [sizes[0]] * len(sizes)

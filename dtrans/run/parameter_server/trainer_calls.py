@@ -1,4 +1,4 @@
-"""Choice of a trainer's program and arguments for each batch, by its number of rows."""
+"""Choice of the program that a trainer runs on a batch, by the number of the batch's rows."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class StepCall(NamedTuple):
 
 
 class TrainerCalls:
-    """Choice of the program for each batch of one trainer.
+    """Programs of one trainer: calling this object with a batch chooses a program.
 
-    If the rows of a batch cannot be divided evenly, the trainer needs another program: the results
-    of trainers then have different weights. Programs are stored, and used again for equal batches.
+    If the trainers cannot divide the rows of a batch evenly, they need another program, because
+    their results have different weights. Programs are stored, and used again for batches of the
+    same shapes.
 
     Args:
       plan: the plan of the job.
@@ -61,7 +62,8 @@ class TrainerCalls:
 
         Args:
           batch: this trainer's part of each batch argument, from `job.shard_batch`.
-          level: level of the ramp-up of `dtrans.TopK`; None for the last level.
+          level: with `dtrans.TopK`, the index of the current density (fraction of a gradient that
+            is sent) in the user's list; None for the last density.
 
         Raises:
           BatchError: the rows of the parts do not fit the plan, or parts of a plan with
@@ -89,7 +91,7 @@ class TrainerCalls:
         padding.
 
         Args:
-          plan: the plan, at the level of the step.
+          plan: the plan for the current density of `dtrans.TopK`.
           batch: this trainer's part of each batch argument.
           rows: number of rows of the full batch.
         """

@@ -121,7 +121,7 @@ class ServerUpdate:
     Attributes:
       eqn: the `listen_and_serv` equation, which contains the update's optimize blocks (small
         programs).
-      watched: names of values that `CompiledUpdate.run` also adds to its argument `watched`.
+      watched: names of intermediate values that the caller of `CompiledUpdate.run` wants to get.
     """
 
     eqn: JaxprEqn
@@ -262,7 +262,11 @@ class ServerUpdate:
 
     @cached_property
     def grad_levels(self) -> tuple[dict[str, Any], ...]:
-        """Types of encoded gradients at each density of `dtrans.TopK`; empty without a ramp-up."""
+        """Shape and dtype of gradients in messages, for each density of `dtrans.TopK`.
+
+        A density is the fraction of a gradient that trainers send. The tuple is empty unless the
+        user chose several densities, which follow each other.
+        """
         found: list[dict[str, Any]] = []
         for b in self.blocks:
             for g in b.grads:
@@ -377,9 +381,9 @@ class ServerUpdate:
         return parts
 
     def _known(self, parts: Sequence[_Part]) -> dict[str, int]:
-        """Return a map from each value to the index of the first phase that can read the value.
+        """Map each value of the update to the index of the first phase that can read the value.
 
-        A later block of the same phase can read the value. But the result of an exchange with other
+        Usually this is the phase that computes the value. But the result of an exchange with other
         servers can be read only in the phase after the exchange.
         """
         known: dict[str, int] = {}
@@ -439,7 +443,7 @@ class CompiledUpdate:
         Args:
           grads: gradients by name, or an argument for `prepare`.
           state: the state before the step.
-          watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
+          watched: an output argument: the method adds the values that `ServerUpdate.watched` names.
           unused: if the update was compiled with keeps_old=True: arrays by name that are no longer
             needed. The new optimizer state is written into their memory. Arrays of tables are left
             out.

@@ -114,7 +114,7 @@ class GroupedRows:
         return found
 
     def _key(self, table: TableMemory, count: int) -> tuple[Callable[..., Any], int] | None:
-        """Return the key of a table's group: its program, and a number of rows.
+        """Return a key that is equal for tables of one group: the program, and its number of rows.
 
         Return None if the table is initialized alone.
 
@@ -174,7 +174,7 @@ class _Group:
         self._fn = jitted_once(initialize, 1, numbers, ids, self._operands)
 
     def _room(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return memory for the indices of tables, and for the ids of new rows in each of them."""
+        """Return zeros to fill with indices of tables, and with the ids of their new rows."""
         most = len(self._number_of)
         return np.zeros(most, np.int32), np.zeros((most, self._size), np.int32)
 

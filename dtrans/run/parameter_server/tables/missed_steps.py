@@ -81,7 +81,10 @@ class StepRecords:
         return found
 
     def window(self, step: int) -> dict[str, np.ndarray]:
-        """Return the recorded values of at most `WINDOW` steps, from `step` on, by name."""
+        """Return the recorded values of the steps from `step` on, at most `WINDOW` steps.
+
+        The result maps the name of a value to an array with an entry for each step.
+        """
         at = step - self.first
         return {n: x[at : at + WINDOW] for n, x in self._values.items()}
 
@@ -125,7 +128,7 @@ class MissedSteps:
 
     @property
     def rests(self) -> bool:
-        """True if updates change no row before the first lookup of the row."""
+        """True if no update changes a row that has had no gradient yet."""
         return self._table.initial_values is not None
 
     @property
@@ -217,13 +220,13 @@ class MissedSteps:
     def _make(
         self, slots: np.ndarray, size: int, begin: int, stop: int, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Run the skipped updates of one window of steps, with the program for `size` rows.
+        """Run the updates that rows skipped in some steps, with the program for `size` rows.
 
         Args:
           slots: indices in memory of at most `size` rows.
           size: the number of rows of the program.
-          begin: the first step of the window.
-          stop: the step after the window's last step.
+          begin: the first of these steps; they are at most `WINDOW`.
+          stop: the step after the last one.
           arrays: the block and its optimizer state, by name.
         """
         # The padding of `seen` marks rows without missed steps.
@@ -238,15 +241,15 @@ class MissedSteps:
             arrays[n][slots] = np.asarray(new[n])[: len(slots)]
 
     def catching_up(self, size: int) -> Callable[..., Any]:
-        """Return a pure function that runs the missed steps of `size` rows in one window.
+        """Return a pure function that runs the missed steps of `size` rows among `WINDOW` steps.
 
         Its arguments are:
 
             rows      the rows and their state, by name
-            seen      the number of the window's steps that each row includes
-            records   the records of the window, by name
-            first     the index in the window of the first step to run
-            stop      the index in the window after the last step
+            seen      the number of these steps that each row already includes
+            records   the records of these steps, by name
+            first     the index, among these steps, of the first step to run
+            stop      the index after the last step to run
 
         The function returns the new rows and state, by name.
         """

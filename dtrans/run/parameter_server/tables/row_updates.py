@@ -203,12 +203,12 @@ def _grow(sizes: dict[str, int], counts: Mapping[str, int]) -> dict[str, int]:
 def all_ids(
     table: TableBlock, grads: Mapping[str, RowGradient], present: Collection[int]
 ) -> np.ndarray:
-    """Return the sorted ids of the rows for which some trainers have sent gradients.
+    """Return the sorted ids of the rows for which the given trainers have sent gradients.
 
     Args:
       table: the block.
       grads: gradients by name.
-      present: ids of these trainers.
+      present: ids of the trainers.
     """
     ids = [grads[table.gradients[k]].ids for k in sorted(present)]
     return ids[0] if len(ids) == 1 else sorted_once(np.concatenate(ids))
@@ -233,7 +233,7 @@ def take_padded(
 
 
 def take_rows(table: TableBlock, ids: Any, state: Rows) -> dict[str, jax.Array]:
-    """Return a table's rows and their state; an id beyond the table gives a row of zeros."""
+    """Return rows of a table and of its optimizer state; zeros for ids beyond the table."""
     return {n: _take(state[n], ids) for n in table.arrays}
 
 

@@ -71,7 +71,7 @@ class StoredRows:
 
     @property
     def has_gaps(self) -> bool:
-        """True if rows may be added and removed; False if all rows exist."""
+        """True if rows of the table may be missing here, and can be added and removed."""
         return self._directory is not None
 
     @property

@@ -394,7 +394,7 @@ class TableMemory:
         return found
 
     def must_find(self, ids: np.ndarray) -> bool:
-        """Return True if a search must find the slots (indices in memory) of these rows."""
+        """Return True if the slots (indices in memory) of rows are unknown before a search."""
         return self.stored.has_gaps and ids is not self._found[0]
 
     def note_slots(self, ids: np.ndarray, slots: np.ndarray, *, all_exist: bool) -> None:
@@ -414,7 +414,8 @@ class TableMemory:
 
         Args:
           ids: the ids of the rows.
-          missing: the entry of each row in the hash table, a negative number.
+          missing: the value that the hash table has for each row: a negative number in place of a
+            slot.
         """
         assert self.maker is not None
         return store_together([NewTableRows(self, ids, missing, self.maker(ids))])[0]
@@ -533,7 +534,7 @@ class NewTableRows:
     Attributes:
       memory: the block.
       ids: the ids of the rows.
-      missing: the entry of each row in the hash table, a negative number.
+      missing: the value that the hash table has for each row: a negative number in place of a slot.
       rows: the initial rows of each array.
     """
 

@@ -82,7 +82,7 @@ class TracedCachedRows(CachedRows):
         self._move(put, [ids], new, [], [])
 
     def over(self, rows: Sequence[Any]) -> list[Any]:
-        """Return full arrays in which the trainer's stored rows replace the given rows.
+        """Copy full arrays, and replace the rows that the trainer stores by the trainer's values.
 
         Args:
           rows: the table with all rows, followed by each array of its optimizer state.

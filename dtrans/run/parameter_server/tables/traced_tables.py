@@ -76,7 +76,7 @@ class TracedMemory:
         return self.arrays
 
     def _caught_up(self, ids: Any, values: Rows) -> Rows:
-        """Return all arrays after an update with a zero gradient of all rows except `ids`."""
+        """Update all rows except `ids` with a zero gradient; return all arrays."""
         if self._missed is None:
             return self.arrays
         seen = jnp.zeros(self._table.rows, jnp.int32).at[ids].set(1, mode="drop")
