@@ -61,10 +61,9 @@ class RoleCost:
       role: name of the role: `trainer`, `127.0.0.1:6174`, `stage 0`.
       count: number of processes or devices with this role. All further attributes are for one
         process or device.
-      state_bytes: bytes of the state. Optimizer state counts twice on a server that sends some
-        parameters before its update is complete, because the server also keeps the old state
-        (docs/early_answers.md). The number does not include copies that a server makes for
-        snapshots and checkpoints.
+      state_bytes: bytes of the state. Some servers send parameters before their update is complete.
+        They also keep the old optimizer state, so it counts twice (docs/early_answers.md). The
+        number does not include copies that a server makes for snapshots and checkpoints.
       sent: bytes sent in a step. A collective counts as sending its operands; the bytes on a link
         depend on its algorithm.
       received: bytes received in a step. A collective counts as receiving its results.

@@ -76,7 +76,7 @@ def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
 
     Args:
       text: the list.
-      where: name of the option or variable that has this text, for errors.
+      where: name of the user's option or environment variable, for errors.
 
     Returns:
       For each host, its name and its number of slots; the number is None if the text has none.

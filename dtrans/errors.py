@@ -105,8 +105,7 @@ class VerifyError(DtransError, AssertionError):
     """Error: a step passed to `dtrans.verify` differs from the one-device step.
 
     Attributes:
-      report: the report, which lists outputs that differ, and faults. The message is the report's
-        text.
+      report: the report of the check, with the outputs that differ. The message is its text.
     """
 
     def __init__(self, report: Any) -> None:

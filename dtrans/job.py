@@ -77,7 +77,7 @@ def _numbered_steps(
     """Run the steps from `start` to `stop - 1`, and repeat steps after the failure of a process.
 
     If a process fails, the job goes back to an earlier state and raises `Rewound`. This function
-    then continues with that state, and with the batch that follows it.
+    then continues from that state, with the batch of the next step.
 
     Args:
       job: the job.
@@ -249,8 +249,8 @@ class StateFunctions(abc.ABC):
             `**{"opt_state/critic/hyperparams/learning_rate": 1e-3}`.
 
         Raises:
-          ConfigError: no optimizer, or more than one, has a hyperparameter of this name; or its
-            leaf is not in the state of this process.
+          ConfigError: no optimizer has a hyperparameter of this name, or several have it. Or
+            another process stores its value.
 
         Example:
           >>> import jax.numpy as jnp, optax, dtrans

@@ -14,8 +14,8 @@ from dtrans.errors import ConfigError
 def named_object(name: str, option: str, kind: str) -> Any:
     """Import a module, and return the object of this name.
 
-    This function first inserts a folder into `sys.path`: the current folder for a module, as
-    `python -m` does; the file's folder for a file, as `python file.py` does.
+    For a module, this function first inserts the current folder into `sys.path`, as `python -m`
+    does. For a file, it inserts the file's folder, as `python file.py` does.
 
     Args:
       name: `module:name` or `file.py:name`.

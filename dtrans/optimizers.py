@@ -56,8 +56,8 @@ def rowwise_adagrad(
       eps: number that is added to the root of the accumulator.
 
     Returns:
-      The transformation. It does not change rows whose gradient is zero, so parameter servers need
-      to update only the rows that a step looks up.
+      The transformation. It does not change rows with a zero gradient. So parameter servers need to
+      update only the rows that a step looks up.
 
     Source: FBGEMM's `EXACT_ROWWISE_ADAGRAD`, the optimizer of TorchRec's tables.
 

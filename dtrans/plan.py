@@ -249,9 +249,9 @@ class Plan(abc.ABC):
             Default: all devices of this process.
           donate: True to let each step reuse the memory of its input state; this state is then
             invalid.
-          **options: `on_nonfinite`, except for pipelines: "warn" or "error" to check gradients for
-            infinities and NaN, and report the trainer and the leaves; "ignore" for no check.
-            `unsplit_inputs`, for pserver plans: names of batch arrays that are replicated.
+          **options: `on_nonfinite` (all plans but pipelines): "warn" or "error" checks gradients
+            for infinities and NaN, and reports the trainer and the leaves; "ignore" checks nothing.
+            `unsplit_inputs` (pserver plans): names of batch arrays that are replicated.
 
         Raises:
           ConfigError: there are too few devices, or the plan cannot run in one process.

@@ -1,4 +1,4 @@
-"""Transfers of a step: which role sends what to which role, as a table and a drawing."""
+"""Transfers of a step: the bytes that each role sends to each other role, as table and drawing."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants of a `while`: first of its condition, then of its body."""
+    """Return two numbers of a `while`: the constants of its condition, and those of its body."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 

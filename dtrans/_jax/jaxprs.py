@@ -170,8 +170,8 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """Trace `fn` to a jaxpr without equations that hide other equations.
 
     With the flags `jax_remat3` and `jax_custom_vjp3`, JAX creates equations of the primitive
-    `call_hi_primitive`, which would hide the equations that compute gradients. `Traced.lojax`
-    lowers them. JAX does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0,
+    `call_hi_primitive`. They would hide the equations that compute gradients. `Traced.lojax`
+    replaces them. JAX does not document `lojax`, but its name has no underscore (0.10.2, 0.11.0,
     head).
     """
     return jax.jit(fn).trace(*args).lojax.jaxpr

@@ -6,8 +6,9 @@ fact on numbers, and finds primitives without a record. If a primitive has no re
 that its outputs depend on all entries of the operands, and warns
 (`dtrans.errors.UnknownPrimitiveWarning`).
 
-Rules that need code are in the modules that use them, such as `dtrans.rows.rules`. Accessors of the
-parameters of loops, branches and calls are in `dtrans._jax.equation_params`.
+Some properties need code, not a record. This code is in the modules that use it, such as
+`dtrans.rows.rules`. Accessors of the parameters of loops, branches and calls are in
+`dtrans._jax.equation_params`.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ class PrimitiveFacts:
         of one such operand, selected by fixed operands and parameters. If there are as many outputs
         as such operands, output i only has entries of the i-th.
       moves_if: returns True for an equation if `moves` holds for it.
-      keeps_order: returns True for equations whose output has all entries of the operand in
-        row-major order: a reshape, or a broadcast along new dimensions or dimensions of size 1. An
-        output with the shape of the operand equals the operand.
+      keeps_order: returns True if the output has all entries of the operand, in row-major order.
+        Examples are a reshape, and a broadcast along new dimensions. If operand and output have the
+        same shape, they are equal.
       linear_in: groups of operands. Outputs are jointly linear in the operands of a group, if the
         other operands are fixed: f(a*x + b*y) = a*f(x) + b*f(y) for real a and b, up to rounding.
       linear_if: returns True for an equation if `linear_in` holds for it.
@@ -360,11 +361,11 @@ def same_operand(eqn: JaxprEqn, out: int = 0) -> int | None:
 
 
 def zeros_by(eqn: JaxprEqn, zeros: Collection[int]) -> tuple[int, ...] | None:
-    """Return the operands that must be finite so that outputs are zero if some operands are zero.
+    """Return the operands that must be finite for an equation to have zero outputs.
 
-    For x * y with x = 0, this returns the index of y: the product is zero if y is finite. A divisor
-    among the returned operands must also differ from zero. The result is None if outputs may differ
-    from zero in any case, as for x + y with x = 0.
+    For x * y with x = 0, this is the index of y: the product is zero if y is finite. A divisor
+    among the returned operands must also differ from zero. The result is None if outputs need not
+    be zero, as for x + y with x = 0.
 
     Args:
       eqn: the equation.

@@ -21,8 +21,8 @@ before `write` returns.
 A running server writes its piece without orbax, which needs several milliseconds of processor time
 for each piece.
 
-Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together: processes
-wait for each other, and only one of them writes a NumPy array. But here each piece belongs to one
+Orbax assumes that all processes of a `jax.distributed` job write one checkpoint together. They wait
+for each other, and only one of them writes a NumPy array. But here each piece belongs to one
 process. So each process tells orbax that it is the only one. An array must then be a replicated
 `jax.Array`, so that orbax writes it in this process (`_as_replicated`). Orbax's handler for several
 items broadcasts the creation of a folder to all processes, so this module has its own handler.
@@ -100,8 +100,8 @@ class Checkpoint:
       pieces: maps each saver (the server, trainer or rank that wrote a piece) to the piece's name.
       types: maps the name of each array of the step to its type, as text.
       rows: saved slices of each array, by array name. Arrays that only servers have are included.
-      tables: slices that were saved by rows: (saver, slice name) -> (the files of the table block,
-        the slice's index among the arrays in these files).
+      tables: slices of tables, which were saved by rows. A key is (saver, slice name). A value is
+        (files of the table's block, index of the slice among the arrays in these files).
       may_differ: True if copies of an array may come from different steps.
       origin: a pair: the job's identifier, or "" if the job writes no snapshots; and the
         step.
@@ -328,7 +328,7 @@ class Checkpoint:
 
         Args:
           targets: the slices of the block and of the state arrays that have the block's rows.
-          eqn: the `init_on_use` equation that generates the rows that were not saved, or None.
+          eqn: the `init_on_use` equation, which generates rows that were not saved; or None.
           args: the arguments of the init.
         """
         target = targets[0]

@@ -153,7 +153,7 @@ def step_rows(main: Program, who: str = "") -> list[VarDistributed]:
 
 
 def trainer_rows(plan: PServerPlan) -> list[VarDistributed]:
-    """Describe each parameter that no server stores, as one full slice that trainer 0 saves."""
+    """List the parameters that no server stores, each as one slice; trainer 0 saves them."""
     return [full_slice(n, plan.main.inputs[n], TRAINER) for n in plan.frozen]
 
 
@@ -235,8 +235,8 @@ def check_plan(plan: Any) -> None:
 def check_saved_by_servers(plan: PServerPlan) -> None:
     """Raise ConfigError unless servers alone can save a complete checkpoint.
 
-    Servers alone are not enough if trainers store a part of the state: the optimizer state with
-    `dtrans.Geo`, or the parameters in `plan.frozen`, which no server updates.
+    Servers alone are not enough if trainers store a part of the state. With `dtrans.Geo`, trainers
+    store the optimizer state. No server stores the parameters in `plan.frozen`.
     """
     check_plan(plan)
     if plan.frozen:

@@ -76,11 +76,10 @@ def restore_rounding_errors(
 
     The result maps a trainer's id to a dict of arrays by name.
 
-    If the job that wrote the checkpoint had another number of trainers, each trainer begins with
-    the mean over that job's trainers. The mean of the rounding errors is the part of the mean
-    gradient that servers have not received, so this part does not change. Arrays that are not in
-    the checkpoint begin with zeros. In both cases the job computes other numbers than an
-    uninterrupted job, and the function warns.
+    If the saved job had another number of trainers, each trainer begins with the mean over the
+    saved trainers. This mean is the part of the mean gradient that servers have not received yet.
+    So nothing of this part is lost. Arrays that are not in the checkpoint begin with zeros. In both
+    cases the job computes other numbers than an uninterrupted job, and the function warns.
 
     Args:
       saved: the checkpoint.

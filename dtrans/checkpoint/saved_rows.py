@@ -1,10 +1,10 @@
 """Embedding tables in the state of a server, without memory for rows that no step has used.
 
 A row of a table exists after its first lookup; all other rows have the values of the init. In a
-saved or restored state, an array of a table is an `ArrayLike`: a placeholder for an array that is
-not in memory. The placeholder refers to a `TableRows`, which reads the existing rows of the table
-and of its optimizer state, some at a time. The init generates all other rows. A checkpoint contains
-the existing rows only. Converting an `ArrayLike` to an array generates all rows.
+saved or restored state, a placeholder (`ArrayLike`) replaces each array of a table. The placeholder
+refers to a `TableRows`, which reads the existing rows of the table and of its optimizer state, some
+at a time. The init generates all other rows. A checkpoint contains the existing rows only.
+Converting an `ArrayLike` to an array generates all rows.
 
     saving a running server   a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)
     restoring a server        `SavedTable`, from which the server reads its rows
@@ -89,8 +89,8 @@ def split_counts(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
       numbers: `RowSegment.changed` of rows that do not exist, or -1 for rows never used.
 
     Returns:
-      The count of each row, and its number without the count: -(n + 1) for a row that was evicted
-        before step n, and -1 for other rows.
+      Two arrays. The first has the count of each row. The second has the number without the count:
+        -(n + 1) for a row that was evicted before step n, and -1 for other rows.
     """
     counts, others = np.divmod(-numbers, COUNTS)
     return counts, -others
@@ -135,7 +135,7 @@ class TableRows(abc.ABC):
     def segments(self) -> Iterator[RowSegment]:
         """Yield the stored rows by increasing id, in segments with a bounded number of rows.
 
-        These are rows that exist, rows that were evicted, and rows that a row filter has counted.
+        Existing rows, evicted rows, and rows with a count of a row filter are stored.
         """
 
     @abc.abstractmethod

@@ -50,17 +50,17 @@ class MicroSteps:
     Attributes:
       count: the number of micro-steps.
       reduce: the rule that merges gradients of micro-steps: "mean" or "sum".
-      ways: maps each result to the rule that merges it over micro-steps: "mean", "sum", "max",
-        "concat", or "same" (the value of the last micro-step).
+      ways: maps each result to its merge rule over micro-steps: "mean", "sum", "max", "concat", or
+        "same" (the value of the last micro-step).
       example_count: the result that counts examples, and so weights means. Its rule is "sum".
       axes: maps batch arrays to the dimension along which they are split. Other arrays are not
         split.
       keys: random keys of the batch; each micro-step folds its index into them.
       joined: the dimension along which a result with rule "concat" is concatenated (dict by name).
         The default is 0.
-      carried: parameters that trainers update locally and that the scan carries, such as batch
-        statistics. All other locally updated parameters are merged like results: each micro-step
-        reads the value from before the step.
+      carried: locally updated parameters that the scan carries, such as batch statistics. All other
+        locally updated parameters are merged like results: each micro-step reads the value from
+        before the step.
       precomputed: the inputs of micro-steps that trainers compute before the scan; None if there
         are none.
       clip_norm: the norm to which the gradients of each micro-step are clipped. None for no clip.

@@ -26,8 +26,8 @@ class DeviceParts:
     Attributes:
       program: the program of a trainer, or of one of its devices.
       buckets: the buckets of gradients, which are reduced together.
-      for_uneven_batch: function that writes the program for a batch that the trainers cannot divide
-        equally; None if every batch must be divisible.
+      for_uneven_batch: function that writes the program for a batch with another number of rows.
+        The trainers need not divide this batch equally. None if they must.
       device_gathers: pairs (axis, value that the devices of this axis gather).
     """
 

@@ -260,8 +260,8 @@ def _trace_full_batch(
         trace.
 
     Returns:
-      The new trace. Batch arrays with different numbers of rows cannot be traced on the full batch:
-      the function then returns None if `may_grow` is empty.
+      The new trace. None if batch arrays have different numbers of rows, and `may_grow` is empty:
+        such a step cannot be traced on the full batch.
 
     Raises:
       ConfigError: batch arrays have different numbers of rows, and `may_grow` contains outputs.

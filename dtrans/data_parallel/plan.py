@@ -63,11 +63,11 @@ class CollectivePlan(Plan):
         are buckets of state.
       merges: the merge rule of each result, and of each parameter that trainers update locally
         (dict by name).
-      callback_notes: sentences that say which trainers call each host callback of the step.
+      callback_notes: a sentence for each host callback of the step, which names its trainers.
       replan: function that plans the same step with different options.
       shared: the split of the batch with `batch="exact"`; None with `batch="local"`.
-      for_uneven_batch: function of the types of the step's inputs. It returns the program for a
-        batch that the trainers cannot divide equally. None if every batch must be divisible.
+      for_uneven_batch: function from the types of the step's inputs to a program. The trainers need
+        not divide the batch of this program equally. None if they must divide every batch equally.
       model_state: the state that the devices of a trainer divide; None without a model axis.
       sequence: the axis of the devices that divide sequences; None for a plan without this axis.
       device_gathers: pairs (axis, value that the devices of this axis gather).
@@ -179,8 +179,8 @@ class CollectivePlan(Plan):
         Use the function to write your own training loop without a dtrans job. Call it under
         `jax.pmap`, `jax.vmap`, or `jax.shard_map(..., check_vma=False)` with the axis names in
         `axes`. One device alone needs no axis. Each trainer passes its part of the batch. Results
-        are merged already, with two exceptions: a result with rule "concat" has only this trainer's
-        rows, and a result with rule "each" has only this trainer's value.
+        are merged over trainers, with two exceptions. A result with merge rule "concat" has only
+        this trainer's rows. A result with rule "each" has only this trainer's value.
 
         Raises:
           ConfigError: the function is called under a `jax.shard_map` with `check_vma=True`. JAX

@@ -33,7 +33,7 @@ from dtrans.tensor_parallel.model_axis import ModelState, ShardedProgram, shard_
 
 @dataclasses.dataclass(frozen=True)
 class SequenceAxis:
-    """Mesh axis of the devices that divide sequences, and the arrays that they divide.
+    """Mesh axis along which devices divide sequences, and the divided arrays.
 
     Attributes:
       size: number of devices that divide each sequence.

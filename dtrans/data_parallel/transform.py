@@ -121,9 +121,9 @@ def nccl2(
       mesh: replaces `trainers` and `axis_name`: the number of devices along each axis, such as
         {"data": 4, "model": 2}. The batch is divided over "data". The parameters of `dtrans.split`
         scopes, and their optimizer state, are divided over "model". The sequences of the batch are
-        divided over "sequence" (`Batch.sequence`). With {"data": 4, "model":
-        "data"}, the trainers divide these parameters, too: they compute a split layer together, for
-        the rows of all trainers.
+        divided over "sequence" (`Batch.sequence`). With {"data": 4, "model": "data"}, the trainers
+        also divide the parameters of these scopes. They then compute such a layer together, for the
+        rows of all trainers.
       num_micro_batch: the number of micro-batches into which each trainer splits its part of the
         batch. A scan adds up their gradients, and the sum is reduced once. Values that depend on
         the full batch, but not on parameters (a dropout mask), are computed before the scan.
@@ -131,10 +131,11 @@ def nccl2(
         average parameters and optimizer state (local SGD). Each step reads one part of the
         trainer's batch. If the optimizer's state has a count of anything but steps, `batch.merge`
         must say how to merge this count.
-      trainers_per_node: the number of trainers in a node, for hierarchical reductions: a reduction
-        inside each node, one across nodes, and a gather inside each node. With n trainers in a
-        node, 1/n of the bytes cross nodes. The mesh then has two axes: `{axis_name}_exter` over
-        nodes, and `{axis_name}_inter` over the trainers of a node.
+      trainers_per_node: the number of trainers in a node, for hierarchical reductions; 0 for flat
+        ones. A hierarchical reduction reduces inside each node, then across nodes, and gathers
+        inside each node. With n trainers in a node, 1/n of the bytes cross nodes. The mesh then has
+        two axes: `{axis_name}_exter` over nodes, and `{axis_name}_inter` over the trainers of a
+        node.
       reduce: the reduction of gradients: a `dtrans.Reduce`, or its `op`, "mean" or "sum".
       batch: "exact" computes, for any step, the results of one device on the full batch. With
         "local", each trainer computes the step on only its part of the batch. A `dtrans.Batch` also
@@ -348,8 +349,8 @@ def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
 def _refuse_mixed_rows(name: str, shared: ExactStep, options: Options, *, is_sum: bool) -> None:
     """Raise ConfigError if an option needs a step that is a sum over parts, but the step is not.
 
-    Local clips and micro-steps need such a step: its gradients are the sum of gradients that parts
-    of the batch give separately.
+    Local clips and micro-steps need such a step. Its gradients are a sum: each part of the batch
+    contributes a term that depends only on this part.
 
     Args:
       name: the name of the step.

@@ -35,9 +35,9 @@ Policies:
                    it takes the division that sends the fewest bytes
                    (`dtrans.pipeline_parallel.balance.balanced`). Stages begin at repeated blocks
                    instead, if the slowest stage then has at most `SLACK` times the work. If all
-                   blocks cost about the same, and their number is a multiple of the number of
-                   stages, the result is the division of REPEATED_LAYERS. Stages of different
-                   speeds get numbers of layers in proportion to their speeds, if possible.
+                   blocks cost about the same, and each stage can get the same number of blocks, the
+                   result is the division of REPEATED_LAYERS. Stages of different speeds get numbers
+                   of layers in proportion to their speeds, if possible.
 
 EPL has no cost model. It avoids dividing blocks only if their number is a multiple of the number of
 stages (epl/parallel/planner.py).
@@ -87,7 +87,7 @@ class StageCost:
     Attributes:
       equations: the number of equations of the stage.
       flops: the floating-point operations of these equations.
-      sends: the bytes that the stage sends to the next stage, including values that it forwards.
+      sends: the bytes sent to the next stage, including forwarded values of earlier stages.
     """
 
     equations: int

@@ -3,8 +3,8 @@
 If the model has `dtrans.replicate` scopes, each scope is a stage. Otherwise, the schedule is
 simulated for each possible number of stages, with the estimated costs of the stages. With more
 stages, each stage has less work, but the pipeline takes longer to fill and to drain. Each stage
-also needs a device. So the result is the least number of stages with a step that takes at most
-`balance.SLACK` times as long as the fastest one.
+also needs a device. A step may take at most `balance.SLACK` times as long as with the fastest
+number of stages. The result is the smallest number of stages within this limit.
 """
 
 from __future__ import annotations

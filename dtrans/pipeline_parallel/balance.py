@@ -41,8 +41,9 @@ def contiguous(
 
     The result is exact, in O(parts * units^2). Part p of the units i to j - 1 costs
     `sum(costs[i:j]) / speeds[p] + crossing[j]`: its time, plus the transfer of its output to the
-    next part. Ties are broken by these criteria, in order: least total crossing; most even times
-    (least sum of squares); earliest boundaries, compared from the last part backwards.
+    next part. Among equal divisions, three criteria decide, in this order: the least sum of
+    `crossing`; the most even times (least sum of squares); the earliest boundaries, compared from
+    the last part backwards.
 
     Args:
       costs: the cost of each unit, at least 0.
@@ -151,7 +152,11 @@ PartCost: TypeAlias = Callable[[int, int], Any]
 
 
 def _time(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) -> PartCost:
-    """Return a function `time`. `time(p, stop)[start]` is the time of part p, units start:stop."""
+    """Return a function `time` that computes times of parts, for many parts at once.
+
+    `time(p, stop)` is an array. Its entry at `start` is the time of part p with the units `start`
+    to `stop - 1`.
+    """
     done = np.concatenate([[0.0], np.cumsum(np.asarray(costs, float))])
     if speeds is None:
         speeds = (1.0,) * parts
@@ -163,11 +168,11 @@ def _time(costs: Sequence[float], parts: int, speeds: Sequence[float] | None) ->
 
 
 def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none: float) -> float:
-    """Return the cost of the worst part in the division for which this cost is best.
+    """Return the cost of the worst part in the best division, as a limit for `balanced`.
 
-    With `best=np.minimum, worst=np.maximum`, the worst part is the most expensive one, and the
-    result is its least possible cost. With `best=np.maximum, worst=np.minimum`, the worst part is
-    the cheapest one, and the result is its greatest possible cost. `balanced` uses both as limits.
+    With `best=np.minimum, worst=np.maximum`, this is the least possible cost of the most expensive
+    part. With `best=np.maximum, worst=np.minimum`, it is the greatest possible cost of the cheapest
+    part.
 
     Args:
       units, parts: the number of units (entries of the list), and of parts.

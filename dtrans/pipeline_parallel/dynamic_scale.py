@@ -43,8 +43,8 @@ from dtrans.zero.options import LossScaling
 def with_dynamic_scale(main: Program, scaling: LossScaling) -> Program:
     """Return a step with a dynamic loss scale. The optimizer's state then contains the scale.
 
-    If a gradient is not finite, the new step changes only the scale, and parameters that do not
-    depend on gradients, such as batch statistics.
+    If a gradient is not finite, the new step skips the optimizer's update, and only changes the
+    scale. It still updates batch statistics, which do not depend on gradients.
 
     Args:
       main: the traced step, (params, opt_state, *batch) -> (params, opt_state, ...).

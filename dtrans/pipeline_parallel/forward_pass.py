@@ -66,8 +66,8 @@ class ForwardPass(HoldsJaxpr):
       results: results of the step that the forward pass computes, by name. They include updated
         state, such as batch statistics, and values of summaries, which `summary_name` names.
       summaries: the summaries of the step (`dtrans.summary`).
-      collected: maps the name of a result or summary to the merge rule that the user chose with
-        `dtrans.collect`, such as `GLOBAL_MEAN`.
+      collected: merge rules that the user chose with `dtrans.collect`, such as `GLOBAL_MEAN`, by
+        name of the result or summary.
     """
 
     step: DividedStep

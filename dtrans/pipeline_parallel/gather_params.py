@@ -2,8 +2,8 @@
 
 Each program of a stage takes slices of the parameters, and gathers a parameter before the first
 equation that reads the parameter. So forward and backward gather each parameter separately, and a
-stage stores no complete parameter between two tasks. Between tasks, a stage may store other values
-of full size that it computes from a parameter, such as residuals of a loop. With the schedule
+stage stores no complete parameter between two tasks. But a stage may compute other values of full
+size from a parameter, such as residuals of a loop, and store them between tasks. With the schedule
 ZeroBubble, the backward pass may leave such a value for the task that computes gradients of
 weights.
 """

@@ -1,7 +1,8 @@
 """Orders of the tasks of named schedules, and checks of user-written orders.
 
-An order is the sequence of tasks that one device runs. The orders of all devices form a schedule if
-each task appears once, on the device of its stage, and the devices do not deadlock.
+An order is the sequence of tasks that one device runs. The orders of all devices form a schedule
+under two conditions. Each task appears once, on the device of its stage. And the devices do not
+deadlock.
 
 All named schedules except PreferForward are variants of 1F1B (one forward, one backward). A device
 first runs a number of forwards (the *warm-up*), then alternates one backward and one forward, then

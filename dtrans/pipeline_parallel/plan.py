@@ -76,7 +76,8 @@ class ShownValues:
 
     Attributes:
       summaries: the summaries of the forward pass (`dtrans.summary`).
-      collected: maps the name of a result or summary to its collection (`dtrans.collect`).
+      collected: merge rules that the user chose with `dtrans.collect`, by name of the result or
+        summary.
       hidden: the summaries of gradients, or of values of the update, which no stage computes.
     """
 
@@ -99,13 +100,11 @@ class PipelinePlan(Plan):
       update: the update, which computes new parameters from sums of gradients.
       shared: the step of a micro-batch with which the job computes the same results as one device
         on the full batch. None with `batch="micro"`.
-      values: the program that runs on the full batch before the micro-batches, and computes values
-        that each micro-batch needs, such as the number of valid tokens. None if there are no such
-        values.
+      values: the program for values of the full batch that each micro-batch needs, such as the
+        number of valid tokens. It runs before the micro-batches. None if they need no such values.
       axes: maps an array of the batch to the dimension of its rows, if this is not 0.
       shown: the values for which the user called `dtrans.summary` or `dtrans.collect`.
-      callback_notes: a note for each host callback of the step, which names the stage that calls
-        it.
+      callback_notes: a note for each host callback of the step, which names its stage.
     """
 
     main: Program
@@ -156,7 +155,7 @@ class PipelinePlan(Plan):
 
     @property
     def extra_state(self) -> Mapping[str, Any]:
-        """Initial state that dtrans adds to the step: that of a dynamic loss scale, by name."""
+        """Initial values of the state that a dynamic loss scale adds to the step, by name."""
         return scale_types(self.options.precision.scaling)
 
     @property
@@ -230,8 +229,8 @@ class PipelinePlan(Plan):
         """Return a plan that runs the same programs in the order of another schedule.
 
         Raises:
-          ConfigError: the schedule is unknown, or needs different programs: it has another number
-            of chunks, or only one of the two schedules splits the backward pass.
+          ConfigError: the schedule is unknown, or needs different programs. This is so if it has
+            another number of chunks, or if only one of the two schedules splits the backward pass.
         """
         o, planned = self.options, self.schedule
         chunks = o.chunks if o.chunks > 1 else None

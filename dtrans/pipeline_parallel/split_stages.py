@@ -2,10 +2,10 @@
 
 A *split stage* contains `dtrans.split` scopes, and each of its devices is a *shard*. All shards
 have complete copies of the batch, of the results, and of values that the stage receives or sends. A
-parameter inside the scope may be sharded: each shard then stores a piece of the parameter, of its
-gradient and of its optimizer state. Residuals may also be sharded: each shard saves the residuals
-that its forward program computes. `dtrans.engine.split` rewrites the equations so that they work on
-such pieces.
+parameter inside the scope may be sharded. Each shard then stores a piece of the parameter, and the
+same piece of its gradient and optimizer state. Residuals may also be sharded: each shard saves the
+residuals that its forward program computes. `dtrans.engine.split` rewrites the equations so that
+they work on such pieces.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StageSharding:
     """Arrays of the state that the devices of one stage divide (tensor parallelism).
 
     Attributes:
-      shards: the number of shards (devices that share a stage) of each stage; 1 for a stage that is
+      shards: for each stage, the number of devices (shards) that divide it; 1 for a stage that is
         not split.
       params: the sharded dimension of each divided parameter (dict by parameter).
       state: the same for parameters and arrays of the optimizer's state.

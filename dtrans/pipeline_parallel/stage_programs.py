@@ -286,8 +286,8 @@ class StageProgramWriter:
           wanted: the outputs of the stage.
 
         Returns:
-          A tuple of three: the jaxpr, the inputs of the forward pass that the jaxpr reads, and the
-            received values that it reads.
+          (jaxpr, inputs, received): the inputs of the forward pass and the received values that the
+            jaxpr reads.
         """
         f = self.forward
         with_effects = [i for i in local if f.eqns[i].effects]

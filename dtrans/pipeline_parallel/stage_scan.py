@@ -4,8 +4,8 @@ First, each iteration becomes a scan of one iteration, and the equations are ass
 Then the iterations of each stage are merged into one scan over the stage's rows of the stacked
 parameters.
 
-A *stack* is a parameter with one row for each layer. Each stage stores its rows of the stack as a
-parameter with a separate name (`params/w.block1`), and the same rows of the optimizer state. The
+A *stack* is a parameter with one row for each layer. Each stage stores its rows as a separate
+parameter, such as `params/w.block1`. It also stores the same rows of the optimizer state. The
 update is written for blocks of rows, as for parameter servers (`dtrans.slicing.server_update`). If
 the update does not work row by row (Muon), one stage stores the complete stack, and all stages read
 the stack.
@@ -167,7 +167,7 @@ def merge_iterations(forward: ForwardPass, origin: Origins, stage_of: Sequence[i
 
     Args:
       forward: the forward pass before scans were split.
-      origin: for each equation after the split, the index of its old equation and of the part.
+      origin: for each equation after the split, a pair (index of the original equation, layer).
       stage_of: the stages of these equations.
 
     Returns:
@@ -189,12 +189,12 @@ def stages_of_parts(
     origin: Origins,
     stage_of: Sequence[int],
 ) -> tuple[int, ...]:
-    """Return the stage of each equation after a forward pass was split into one scan per stage.
+    """Return the stage of each equation, after `split_scans` has written one scan for each stage.
 
     Args:
       splits: the divisions that `merge_iterations` returned.
       forward: the forward pass before scans were split.
-      parts_origin: the origins of the equations after `splits`.
+      parts_origin: the second result of `split_scans` with `splits`.
       origin, stage_of: see `merge_iterations`.
     """
     stage_at = _stages_by_origin(origin, stage_of)
@@ -207,9 +207,10 @@ def stages_of_parts(
 
 
 def _stages_by_origin(origin: Origins, stage_of: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Return the stage of each original equation, or of each part of a scan.
+    """Return the stage of each original equation; for a scan, the stage of each of its parts.
 
-    One original equation may be several new equations. The result is then the last of their stages.
+    A key of the result is (index of the original equation, index of the part). If several equations
+    have the same origin, their last stage counts.
     """
     found: dict[tuple[int, int], int] = {}
     for key, s in zip(origin, stage_of, strict=True):

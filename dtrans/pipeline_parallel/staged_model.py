@@ -137,8 +137,8 @@ def micro_batch_of(
       types: shape and dtype of each input of the step, with the global batch.
 
     Raises:
-      BatchError: arrays of the batch have different numbers of rows, or the number of rows is not a
-        multiple of num_micro_batch times replicas.
+      BatchError: arrays of the batch have different numbers of rows. Or the number of rows is not a
+        multiple of num_micro_batch * replicas.
     """
     batch = set(all_names(step.args[2:]))
     rows: dict[int, str] = {}  # number of rows -> the first array with this number of rows

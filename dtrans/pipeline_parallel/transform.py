@@ -430,7 +430,7 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
 def shared_by(
     main: Program, part: Program, o: PipelineOptions, axes: Mapping[str, int]
 ) -> tuple[ExactStep | None, WrittenParts | None]:
-    """Return a step for one micro-batch, so that all micro-batches together give the full step.
+    """Rewrite the step for one micro-batch, so that the sum over micro-batches is the full step.
 
     The step may read values of the full batch, such as a number of valid tokens. The job computes
     these *precomputed* values before the micro-batches. With `batch="micro"`, or if the batch is
@@ -576,8 +576,8 @@ def _merges(
 
     Args:
       plain: the traced step of a micro-batch, with all equations of its loss.
-      part: the step of a micro-batch with its loss function as one equation, and with an equation
-        for each call of `dtrans.collect`.
+      part: the same step in another form: its loss function is one equation, and so is each call of
+        `dtrans.collect`.
       forward: the forward pass.
       o: the options. With `shared`, its `batch.merge` contains the rules.
       shared: the step of a micro-batch for `batch="exact"`; None for `batch="micro"`.
@@ -665,7 +665,7 @@ def _collected_outside(part: Program, step: DividedStep) -> dict[str, str]:
 def _homes(
     stages: Sequence[StagePrograms], step: DividedStep
 ) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Return the stage that stores each parameter, and the stages that compute its gradient.
+    """Return two dicts by parameter: the stage that stores it, and the stages of its gradient.
 
     Several stages may use one parameter, e.g. a tied embedding. The first stage that computes its
     gradient stores it. A parameter without a gradient is stored on the first stage that reads it.

@@ -73,8 +73,8 @@ def _with_rows_on(axis: int, t: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _rows(plan: PipelinePlan, types: Mapping[str, Any]) -> int:
     """Return the number of rows of a batch.
 
-    Return 0 if this number is not defined: the arrays of the batch have different numbers of rows,
-    or no array is divided into micro-batches.
+    Return 0 if arrays of the batch have different numbers of rows, or if no array is divided into
+    micro-batches.
     """
     found = set()
     for n in plan.batch:

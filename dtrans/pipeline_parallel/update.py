@@ -1,11 +1,11 @@
 """Update of a pipelined step, which computes new parameters from sums of gradients.
 
 The update is written as a separate training step, so that the transforms for training steps can
-rewrite it. Its "batch" consists of the sums of gradients over micro-batches, and of arguments that
-the update reads, such as a learning rate. First, the step adds the sums of all stages that share a
-leaf, and divides by the number of micro-batches. An equation marks the result as a gradient. Then
-replicas reduce the gradients as trainers do (`dtrans.nccl2`), or each replica updates a slice of
-the state (`dtrans.sharding`). Finally, the update is divided by stage
+rewrite it. Its "batch" consists of summed gradients and of arguments that the update reads, such as
+a learning rate. The gradients are summed over micro-batches. First, the step adds the sums of all
+stages that share a leaf, and divides by the number of micro-batches. An equation marks the result
+as a gradient. Then replicas reduce the gradients as trainers do (`dtrans.nccl2`), or each replica
+updates a slice of the state (`dtrans.sharding`). Finally, the update is divided by stage
 (`dtrans.pipeline_parallel.update_by_stage`).
 """
 

@@ -13,8 +13,9 @@ an equation determine its place:
                                        it alone needs the result. Otherwise the hub
     none                               every place that reads the result
 
-So Adam becomes one piece for each place. Adam after a clip by the global norm needs more pieces:
-squared norms in each place, the norm in the hub, and the update in each place.
+So Adam becomes one piece for each place. Adam after a clip by the global norm needs more pieces.
+Each place computes squared norms, the hub computes the global norm, and each place updates its
+parameters.
 
 EPL finds the places in several passes over its graph (epl/ir/graph.py,
 `_fix_map_operations_to_taskgraph`). In dtrans, one pass is enough.
@@ -69,9 +70,9 @@ class PlacedUpdate:
       stage_of_output: maps each output to the stage that needs it, or to None if every stage needs
         it.
       sharded_axes: maps a variable that the devices of a stage divide to the divided dimension.
-      copies: maps each variable that `split_update` adds to the variable that it copies.
-      outputs: maps an output to its copy, if the update computes the output on another stage or in
-        another layout than its stage stores.
+      copies: maps a variable that `split_update` has added to the copied variable.
+      outputs: maps an output to its copy on the stage that stores it. It lists only outputs that
+        are computed on another stage, or in another layout.
     """
 
     program: Program

@@ -14,8 +14,8 @@ parameter decides how the parameter is sharded:
                    sharded.
 
 The equation may read the parameter itself or a view: a transpose, a cast, or added dimensions. It
-may also read an elementwise function of parameters with the parameter's shape, such as a kernel
-that is divided by its norm.
+may also read the result of elementwise operations on parameters, such as a kernel divided by its
+norm.
 
 Source: EPL's `split` scopes (epl/ops/distributed_dense.py) shard the columns of every dense layer.
 Megatron shards columns in one layer, and rows in the next (Shoeybi et al., 2019).
@@ -111,15 +111,19 @@ _Fact = tuple[RowAxis | None, Origin | None]
 
 
 def _join(one: _Fact, other: _Fact) -> _Fact:
-    """Return the properties of a `cond` output that hold in both of two branches.
+    """Return the properties of a `cond` output that are equal in two branches.
 
-    The properties are the sharding of a value, and the parameter that it is a view of.
+    The properties are the output's sharded dimension, and the parameter that the output shows (for
+    example, transposed).
     """
     return one[0] if one[0] == other[0] else None, one[1] if one[1] == other[1] else None
 
 
 def _inside(fact: _Fact) -> _Fact:
-    """Return the sharding and parameter view of the slice that one iteration of a scan reads."""
+    """Convert the properties of a scanned operand to those of its slice in one iteration.
+
+    The properties are the sharded dimension, and the parameter that the operand shows.
+    """
     row, origin = fact
     if row is not None:
         row = sharded_along(row.axis - 1) if row.axis else None
@@ -168,7 +172,7 @@ class _AxisChooser:
         return self.layouts.get(a, SHARED)
 
     def origin(self, a: Atom) -> Origin | None:
-        """Return the parameter that a value shows in another form, such as a transpose.
+        """Return the parameter of a value that is a view, such as the transpose of a parameter.
 
         The result has the index of the parameter, and for each dimension of the value a dimension
         of the parameter. Return None for other values, and if the parameter is already sharded.

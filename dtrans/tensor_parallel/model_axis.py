@@ -39,7 +39,7 @@ class ModelState:
       size: number of its devices.
       sliced: sharded parameters and arrays of optimizer state, by name.
       params: names of the sharded parameters.
-      replicated: names of parameters that a `dtrans.split` scope reads, but that are not sharded.
+      replicated: names of the other parameters that `dtrans.split` scopes read.
     """
 
     axis: str
@@ -64,7 +64,7 @@ class ModelState:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of a plan: the parameters that are sharded, and those that are replicated."""
+        """Sentences for the user that list the sharded and the replicated parameters."""
         dims: dict[int, list[str]] = {}
         for name in self.params:
             dims.setdefault(self.sliced[name].axis, []).append(name)
@@ -156,8 +156,8 @@ class ShardedProgram:
 
     Attributes:
       program: the program. Its sharded inputs and outputs have the shapes of shards.
-      gathers: values that the devices all-gather because no rule can shard the equation that reads
-        them, with reasons.
+      gathers: values that the devices all-gather, with reasons: no rule can shard the equations
+        that read them.
       joined: for each sharded result, the dimension along which the caller must concatenate the
         shards.
     """

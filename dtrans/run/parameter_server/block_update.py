@@ -113,8 +113,8 @@ class BlockUpdates:
     def _spent_of_blocks(self) -> dict[str, list[str]]:
         """Return the state that each block donates to XLA, by the block's name.
 
-        A block donates state that it replaces and that no other block reads. So XLA reuses the
-        memory of the old values for the new ones.
+        XLA reuses the memory of donated values for new values. A block can donate the state that it
+        replaces, unless another block reads it.
         """
         readers = collections.Counter(n for b in self.update.blocks for n in b.in_names)
         params = set(self.update.params)

@@ -2,8 +2,8 @@
 
 Trainers request checkpoints by name. When a job ends by an error, its servers save their state in a
 last checkpoint. Its name is a step number that continues the user's numbers: the number of an
-earlier checkpoint, plus the steps since then. The earlier checkpoint is the last one of this job
-with a number as its name, or else the checkpoint with which the job started.
+earlier checkpoint, plus the steps since then. The earlier checkpoint is the last one that this job
+has saved under a number. If there is none, it is the checkpoint with which the job started.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ServerCheckpoints:
         return self.folder / name
 
     def _number(self, step: int, asked: Mapping[str, int]) -> int:
-        """Return the number that names a last checkpoint, which continues the user's numbers.
+        """Return the number for the name of a last checkpoint. It continues the user's numbers.
 
         For example, a trainer saved checkpoint "300" after 100 steps of this job. After 120 steps,
         the number is 320.

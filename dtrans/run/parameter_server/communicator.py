@@ -118,9 +118,9 @@ class Communicator:
     def newest(self) -> dict[str, Any]:
         """Return the newest received parameters, by the keys of `leaves`; wait for the first ones.
 
-        If no reference to an old result exists, its memory is used again. For a table with rows
-        that the trainer stores, the result has the rows that other trainers have changed since the
-        previous answer. So the caller must read every answer.
+        If no reference to an old result exists, its memory is used again. A GEO-SGD trainer stores
+        rows of tables. For such a table, an answer has only the rows that other trainers have
+        changed since the previous answer. So the caller must read every answer.
         """
         self._wait_for(lambda: self._loop.newest is not None)
         assert self._loop.newest is not None

@@ -1,7 +1,7 @@
 """Arrays and table rows that communication equations send or receive: names, servers and rows.
 
-A `Leaf` says for a parameter or gradient which servers have its blocks (rows), and under which
-names.
+A `Leaf` lists the servers of a parameter or gradient, and the name of its block (rows) on each
+server.
 """
 
 from __future__ import annotations

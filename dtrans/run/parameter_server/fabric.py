@@ -317,7 +317,8 @@ class EndpointFabric:
         If the trainer leaves in the middle of a synchronous step, the servers treat it as failed.
 
         Args:
-          error: the error that has ended this trainer, which servers receive as the reason.
+          error: the error that has ended this trainer; servers receive its text. None at a normal
+            end.
         """
         if self._closed:
             return

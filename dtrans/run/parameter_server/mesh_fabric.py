@@ -84,8 +84,8 @@ class MeshPlacement:
 
         Args:
           x: the array.
-          share: the array's division among trainers: the dimension to split, "replicated", or "key"
-            for a PRNG key, into which each trainer folds its id.
+          share: the dimension that trainers divide. "replicated" if each trainer gets the array in
+            full. "key" for a PRNG key, into which each trainer folds its id.
         """
         if share == "key":
             x = jax.vmap(jax.random.fold_in, (None, 0))(x, jnp.arange(self.trainers))

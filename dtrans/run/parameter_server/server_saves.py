@@ -71,7 +71,8 @@ class ServerSaves:
 
     Args:
       storage: functions that store the state.
-      wake: function that interrupts the server's wait for messages, so that it answers a request.
+      wake: function that interrupts the server's wait for messages. The server then tells trainers
+        that a checkpoint is complete.
     """
 
     def __init__(self, storage: ServerStorage, *, wake: Callable[[], None]) -> None:

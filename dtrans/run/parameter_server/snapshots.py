@@ -31,10 +31,10 @@ from dtrans.step.frozen import changed_leaves
 
 
 def computed_leaves(plan: PServerPlan) -> list[str]:
-    """Return the names of the arrays that each trainer computes itself, and that no server stores.
+    """Return the names of arrays that only trainers compute and store, such as batch statistics.
 
-    Examples are batch statistics, and rounding errors of compressed gradients. After a failure, a
-    job can restore them only from files of the trainers.
+    Rounding errors of compressed gradients are another example. After a failure, a job can restore
+    these arrays only from files of the trainers.
     """
     return [*changed_leaves(plan.main, plan.frozen), *plan.compression.rounding_error_types]
 

@@ -79,8 +79,7 @@ class SyncUpdate:
       spent: names of the state arrays that an update overwrites, to reuse their memory.
       before: function that is called before each update.
       old: the state before the newest one; None before the first update, during an update, and
-        without `keeps_old`. Its tables are snapshots, which have the old values of rows that have
-        changed.
+        without `keeps_old`. Its tables are snapshots, which have the old values of changed rows.
     """
 
     def __init__(
@@ -295,7 +294,7 @@ class SyncUpdate:
 
         Args:
           name: name of the block.
-          unused_for: number of steps in which a row was not looked up, so that it is evicted.
+          unused_for: a row without a gradient in the last `unused_for` steps is evicted.
         """
         self.server_tables.evict(name, unused_for, np.empty(0, np.int32))
 
@@ -305,7 +304,8 @@ class SyncUpdate:
         `dtrans.run.parameter_server.tables.sent_tables` describes the arrays of tables.
 
         Returns:
-          A list of (name, array), and the number of rows of each array of a table, by name.
+          A list of pairs (name, array). And for the arrays of tables, a dict from name to number of
+          rows.
         """
         blocks, rows = sent_arrays(self._tables)
         for n, x in self.state.items():

@@ -55,13 +55,13 @@ class Phase:
       begins: the exchange before the phase; None for the first phase.
       ends: the exchange after the phase; None if no exchange follows.
       grads: True if the phase reads gradients.
-      reads: state that the phase reads, and that must stay valid in memory.
+      reads: state that the phase reads, and does not donate.
       spent: state that the phase donates to XLA: the phase replaces it, and no later phase reads
         it.
       makes: state that the phase replaces.
       takes: values of earlier phases that the phase reads.
-      drops: values in `takes` that no later phase reads, so that their memory can be freed.
-      gives: values of the phase that later phases read, or that the caller wants to see.
+      drops: values in `takes` that no later phase reads. Their memory can be freed.
+      gives: values of the phase that later phases, or the caller, read.
     """
 
     blocks: tuple[OptimizeBlock, ...]
@@ -86,8 +86,8 @@ class Phase:
           arrived: the vectors that other servers have sent in the exchange before the phase.
 
         Returns:
-          The new state by name; the values for later phases by name; and the vectors for other
-          servers in the exchange after the phase.
+          A tuple of three: the new state by name, the values for later phases by name, and the
+            vectors to send to other servers after the phase.
         """
         values = dict(read)
         if self.begins is not None:
@@ -220,7 +220,7 @@ class ServerUpdate:
         )
 
     def merged(self) -> ServerUpdate:
-        """Return an update that reads gradients that are already summed over trainers.
+        """Return the update for gradients that are already summed over trainers.
 
         A server with a backup merges the gradients first, and sends the result to the backup. Then
         both run this update. A merged gradient has the name under which the first trainer sends it.

@@ -43,10 +43,9 @@ def compile_step(
     Args:
       at: the devices of the plan's stages.
       programs: the programs of the stages for this batch.
-      batch: shape and dtype of each array of the global batch, and of each output of `values`, by
-        name.
-      values: the program that runs on the full batch before the micro-batches, and computes values
-        that they read; None if the plan has no such program.
+      batch: shapes and dtypes, by name: arrays of the global batch, and outputs of `values`.
+      values: the program for values of the full batch that micro-batches read. It runs before them.
+        None if they read no such values.
     """
     d = StepBuilder(at, programs, batch, Slots(at, programs, batch))
     slots = d.slots

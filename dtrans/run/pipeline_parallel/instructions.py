@@ -42,8 +42,8 @@ class Transfer:
     """Instruction that copies a value to another slot, on another stage or on the host.
 
     Attributes:
-      source, target: the slot from which the value is copied, and the slot that receives it.
-      origin, stage: the stage that sends the value, and the stage that receives it.
+      source, target: the slots from which, and to which, the value is copied.
+      origin, stage: the sending and the receiving stage.
       kind: the sharding of the value on the receiving stage.
       label: a name of the value, for display.
       to_host: True if the value goes to the memory of the receiving host, not to its devices.
@@ -83,8 +83,8 @@ class StepProgram:
       results: maps each result's name to (slot, sharding, the stage that computes the result).
       saved: maps (stage, micro-batch) to the slots of the values that the backward pass reads.
       in_flight: maps each slot with a value of a single micro-batch to the value's stage.
-      values: the program that runs on the full batch before the micro-batches, and computes values
-        that they read; None if the plan has no such program.
+      values: the program for values of the full batch that micro-batches read. It runs before them.
+        None if they read no such values.
     """
 
     instructions: tuple[tuple[Instruction, tuple[int, ...]], ...]

@@ -35,8 +35,8 @@ def of_micro_batch(
     Args:
       at: the devices of the plan's stages.
       p: a program of a micro-batch.
-      batch: shape and dtype of each array of the global batch, and of each value that the job
-        computes from it before the micro-batches, by name.
+      batch: shapes and dtypes, by name: arrays of the global batch, and values that the job
+        computes from the global batch before the micro-batches.
     """
     one, names, types, o = per_trainer(p), p.in_names, p.inputs, at.plan.options
     split = {i for i, n in enumerate(names) if n in batch and at.is_split(n, batch[n])}

@@ -9,8 +9,8 @@ after a deadline; the error names the sender.
 
 Messages are authenticated. All processes know the job's token and a secret on the board. The key or
 password of each connection is derived from both (`dtrans.run.net.keys`), and identifies the sender.
-A receiver drops and counts a message in three cases: the step is over, the value has arrived
-before, or the plan has no such value from this sender.
+A receiver drops some messages, and counts them: messages of an old step, repeated values, and
+values that this sender does not have in the plan.
 
 A network may break a connection and lose messages. After the reconnection, the sender asks the
 receiver how many messages have arrived, and sends the missing ones again

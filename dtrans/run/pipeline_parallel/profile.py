@@ -3,7 +3,7 @@
     measured    runs a step, and adds up the sizes of live buffers after each instruction
     timed       runs a step with one thread for each device, and reads the clock around each task
 
-In `timed`, each device has a thread, which waits for the operands of a task, starts the clock, and
+In `timed`, each device has a thread. It waits for the operands of a task, starts the clock, and
 waits for the task's outputs. So tasks are not dispatched asynchronously, and a timed step is slower
 than `job.step`.
 """

@@ -28,8 +28,8 @@ class Slots:
     Args:
       at: the devices of the plan's stages.
       programs: the programs of a micro-batch.
-      batch: shape and dtype of each array of the global batch, and of each value that the job
-        computes from it before the micro-batches, by name.
+      batch: shapes and dtypes, by name: arrays of the global batch, and values that the job
+        computes from the global batch before the micro-batches.
 
     Attributes:
       kinds: maps each slot to the sharding of its value.

@@ -22,8 +22,8 @@ class StepBuilder:
     Attributes:
       at: the devices of the plan's stages.
       programs: the programs of a micro-batch.
-      batch: shape and dtype of each array of the global batch, and of each value that the job
-        computes from it before the micro-batches, by name.
+      batch: shapes and dtypes, by name: arrays of the global batch, and values that the job
+        computes from the global batch before the micro-batches.
       slots: the slots (numbers of values) that were requested so far.
       instructions: the instructions that were written so far.
     """
@@ -80,8 +80,8 @@ class StepBuilder:
         """Write an instruction that moves a value to another slot.
 
         Args:
-          source, target: the slot from which the value is copied, and the slot that receives it.
-          stages: the stage that sends the value, and the stage that receives it.
+          source, target: the slots from which, and to which, the value is copied.
+          stages: the pair (sending stage, receiving stage).
           kind: the sharding of the value on the receiving stage.
           what: a name for display.
           to_host: True if the value goes to the memory of the receiving host.

@@ -145,7 +145,7 @@ def _maker(table: TableMemory) -> RowMaker:
 
 
 class _Group:
-    """Tables with equal programs that initialize rows, so that one compiled loop runs all of them.
+    """Tables with equal initializers of rows. One compiled loop initializes rows of all tables.
 
     Args:
       fn: program that initializes rows of one table.

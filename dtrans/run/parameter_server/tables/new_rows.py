@@ -110,7 +110,7 @@ def split_keys(jaxpr: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     equations, because the bits of their results depend on XLA's fusions.
 
     Args:
-      jaxpr: a function of the ids of rows, and of the arguments of the init.
+      jaxpr: the initializer: a function of row ids, followed by the arguments of the init.
 
     Returns:
       (keys, rows). The arguments of `keys` are the arguments of the init. The arguments of `rows`

@@ -63,8 +63,8 @@ class _SavedRows:
     Attributes:
       ids: the sorted ids of the rows.
       changed: a number for the last change of each row (`StoredRows.changed`).
-      seen: number of updates that each row includes, undefined for rows that do not exist; None if
-        rows skip no updates.
+      seen: number of updates that each row includes; undefined for rows that do not exist. The
+        array is None if rows skip no updates.
       rows: copies of the rows in each array, by name. Rows that do not exist are left out.
     """
 

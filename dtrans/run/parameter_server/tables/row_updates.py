@@ -41,8 +41,8 @@ class RowUpdates:
       put: function that stores new rows of a block and of its optimizer state. It returns these
         arrays, by name.
       groups: groups of tables that the update handles together. By default, each table is a group.
-      admit: function that drops gradients of rows that a row filter does not store. By default, all
-        rows are stored.
+      admit: function that drops the gradients of some rows: a row filter has not stored these rows
+        yet. By default, all rows are stored.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RowUpdates:
           grads: gradients by name; a gradient of a table is a `RowGradient`.
           present: ids of the trainers that contribute gradients to the update.
           state: the state before the step.
-          watched: a dict to which the method adds the values that `ServerUpdate.watched` names.
+          watched: an output argument: the method adds the values that `ServerUpdate.watched` names.
           unused: as for `CompiledUpdate.run`.
         """
         if self._admit is not None:

@@ -32,7 +32,7 @@ from dtrans.run.parameter_server.update import ServerUpdate
 
 
 class _SentTable(TableRows):
-    """Rows of a table that a backup server has received from the server that it copies.
+    """Rows of a table that a backup server has received.
 
     Args:
       table: description of the rows.
@@ -71,7 +71,7 @@ def sent_arrays(
       memory: the tables' blocks on this server, by name.
 
     Returns:
-      A list of (name, array), and the number of rows of each array by name.
+      A list of pairs (name, array), and a dict from name to number of rows.
     """
     blocks, rows = list[tuple[str, np.ndarray]](), dict[str, int]()
     for name, table in memory.items():

@@ -24,8 +24,8 @@ class ServerTables:
       endpoint: the server's endpoint.
       blocks: all blocks of tables, by name.
       memory: memory of each block with updates that change only some rows, by name.
-      state: function that returns the server's state, with the blocks that are not in `memory`.
-      steps: function that returns the number of updates of a block that is not in `memory`.
+      state: function that returns the server's state; it includes the blocks without `memory`.
+      steps: function from the name of a block without `memory` to its number of updates.
 
     Attributes:
       went_back: True if the server has gone back to a snapshot, and repeats steps with

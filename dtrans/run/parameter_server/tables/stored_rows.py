@@ -123,7 +123,7 @@ class StoredRows:
         return split_counts(self.slots(ids))[0]
 
     def set_counts(self, ids: np.ndarray, counts: np.ndarray) -> None:
-        """Store the number of updates that a row filter has counted for rows that do not exist."""
+        """Store a row filter's counts of updates of rows that do not exist yet."""
         assert self._directory is not None
         _, changed = split_counts(self.slots(ids))
         self._directory.put(ids, changed - counts * COUNTS)

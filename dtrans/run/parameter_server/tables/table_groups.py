@@ -2,9 +2,9 @@
 
 A model may have many tables with a few updated rows each, and one update for each would be slow.
 The optimize blocks (small programs) of tables with equal rows and one optimizer differ only in
-names. Such tables form a *group*. One block then updates the rows of all tables of the group: each
-of its arrays has the rows of the first table, the rows of the second table, and so on, and then
-padding. A group has the name of its first table. Any other table is a group of one table.
+names. Such tables form a *group*. One block then updates the rows of all tables of the group. Each
+of its arrays has the rows of the first table, then those of the next tables, then padding. A group
+has the name of its first table. Any other table is a group of one table.
 """
 
 from __future__ import annotations

@@ -147,9 +147,8 @@ class TableMemory:
 
         Args:
           ids: sorted ids.
-          train: True if a gradient of these rows will follow; new rows are then initialized, and
-            stored unless the table has a row filter. If False, new rows are initialized and not
-            stored.
+          train: True if a gradient of these rows will follow. New rows are then stored, unless the
+            table has a row filter. If False, new rows are only computed.
         """
         rows, slots = self.arrays[self.table.name], self._slots(ids)
         creates = train and self.table.row_filter is None
@@ -324,7 +323,7 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of rows that were changed, and of rows that were evicted, after a step.
+        """Return two arrays of row ids: those changed, and those evicted, after a step.
 
         Args:
           since: the number of the step.

@@ -201,7 +201,7 @@ class TracedChanges:
         self._has: dict[str, Any] = {n: changes.has(n).astype(np.int32) for n in changes.tables}
 
     def asked(self, k: int, name: str, ids: Any) -> None:
-        """Record that a trainer has looked up rows, so that it needs their later changes.
+        """Record that a trainer has looked up rows. It needs the later changes of these rows.
 
         Args:
           k: id of the trainer.
@@ -211,7 +211,7 @@ class TracedChanges:
         self._note(name, ids, lambda notes, ids: notes.asked(k, name, ids))
 
     def changed(self, k: int, name: str, ids: Any) -> None:
-        """Record that a trainer has changed rows, so that other trainers need the new values.
+        """Record that a trainer has changed rows. Other trainers need the new values.
 
         Args:
           k: id of the trainer.
