@@ -2,9 +2,9 @@
 
 These parts of the batch are computed one after the other, so they cannot communicate. The engine
 writes the step of one part (`dtrans.batch.written_parts`). If this step contains no communication,
-the sum of the parts' results is the result of the step on the full batch. Values of the full batch
-that parts need, such as a count of tokens, are computed before. A pipeline has a program for these
-values. In other jobs, each trainer computes them from its part of the batch, before its
+the sum of the parts' results is the result of the step on the full batch. Parts may need values of
+the full batch, such as a count of tokens. A pipeline has a separate program, which computes these
+values first. In other jobs, each trainer computes them from its part of the batch, before its
 micro-steps.
 """
 
@@ -30,7 +30,7 @@ from dtrans.step.halves import divide_step
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrecomputedMicroSteps:
-    """Programs of a trainer with micro-steps: one computes values first, the other is a micro-step.
+    """Two programs of a trainer: one precomputes values of its batch, the other is a micro-step.
 
     Attributes:
       full_step: step on the full batch; the loss is one equation if possible

@@ -9,8 +9,9 @@ The part of a sharded value that a shard has is its *piece*. All pieces have cei
 runs, so the last pieces may end with padding. Padding may have any value: before an operation mixes
 entries, the engine replaces padding by a neutral number.
 
-`RowAxis` and `SHARED` come from `dtrans.rows.layout`, because the engine uses the rules of this
-analysis. There, a `RowAxis` names a leaf; in the engine, the name is empty.
+`RowAxis` and `SHARED` come from the row analysis (`dtrans.rows.layout`), because the engine uses
+the rules of that analysis. In the row analysis, a `RowAxis` names a leaf; in the engine, the name
+is empty.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Pieces:
         return start.value(self.b) if isinstance(start, Start) else int32(start)
 
     def without_padding(self, piece: Atom, size: int, row: RowAxis, op: str) -> Atom:
-        """Return a piece whose padding cannot change a reduction: 0 for a sum, -inf for a maximum.
+        """Replace a piece's padding by a number that leaves a reduction unchanged (0 for a sum).
 
         Args:
           piece: the padded piece.

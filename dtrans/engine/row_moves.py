@@ -2,9 +2,9 @@
 
 No entry moves to another shard. Instead the result gets a layout with an order
 (`dtrans.rows.layout.RowOrder`). The part of a value that a shard has is its *piece*. The positions
-of entries in a piece are its *slots*. For each slot of the result, a shard selects an entry of its
-pieces of the operands. If a value with a suitable order exists already, the result gets the order
-of this value. Then equations that read both values need no further move.
+of entries in a piece are its *slots*. A shard fills each slot of the result with an entry of its
+pieces of the operands. If another value already has an order that suits the result, the result gets
+the same order. Then equations that read both values need no further move.
 
 If a later equation gathers the result, it may cost less to gather the operands instead.
 `dtrans.engine.writer.written` writes both programs and compares them.

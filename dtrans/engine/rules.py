@@ -143,9 +143,9 @@ def _cost(
 def strategy_of(
     eqn: JaxprEqn, ins: Ins, shards: Shards, known: Sequence[RowAxis] | None = None
 ) -> Strategy | None:
-    """Return the strategy that keeps all operands in given layouts; None if there is none.
+    """Return the strategy that reads all operands in the given layouts; None if there is none.
 
-    For example, two operands that are sharded along different dimensions conflict.
+    For example, there is no strategy for `x + y` if x and y are sharded along different dimensions.
 
     Args:
       eqn: the equation.
@@ -189,7 +189,7 @@ def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _reshape(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Return the strategy of a reshape: each shard reshapes its piece."""
+    """Return the strategy of a reshape, in which each shard reshapes its own piece."""
     (row,) = ins[:1]
     if not isinstance(row, RowAxis) or not isinstance(eqn.invars[0].aval.dtype, np.dtype):
         return None
@@ -257,8 +257,9 @@ def _arg_reduce(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a gather.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. Or
-    the gather looks up single entries along this dimension, or copies all entries.
+    There is a strategy in four cases. The sharded dimension is a dimension of the indices, or a
+    batch dimension of the operand. Or the gather looks up single entries along the sharded
+    dimension, or copies all entries along it.
     """
     (x, indices), (found, of) = avals(eqn.invars), ins
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -300,8 +301,9 @@ def _gather(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 def _scatter(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     """Return the strategy of a scatter.
 
-    The sharded dimension may be a dimension of the indices, or a batch dimension of the operand. Or
-    the scatter writes single entries along this dimension, or all entries.
+    There is a strategy in four cases. The sharded dimension is a dimension of the indices, or a
+    batch dimension of the operand. Or the scatter writes single entries along the sharded
+    dimension, or all entries along it.
     """
     x, indices, updates = avals(eqn.invars)
     numbers = eqn.params["dimension_numbers"]

@@ -598,13 +598,16 @@ def _written(
     within: str,
     orders: list[RowAxis] | None,
 ) -> tuple[Result, SplitWriter]:
-    """Call `write` with a new writer for a jaxpr; return the result of `write`, and the writer.
+    """Call `write` up to three times with a new writer, and return the result of the best attempt.
 
-    If equations read only pieces of a full value, write the jaxpr again and compute only the
-    pieces. If the second program has more gathers, drop it. Then, if equations read pieces of
-    partial sums, write the jaxpr with reduce-scatters of these sums. If this program communicates
-    more bytes, drop it. The reduce-scatters are not tried with `dtrans.local` scopes, because a
-    scope computes other results from a piece than from a full value.
+    If equations read only pieces of a full value, a second attempt computes only these pieces. It
+    is dropped if it has more gathers. If equations read pieces of partial sums, a third attempt
+    reduce-scatters these sums. It is dropped if it communicates more bytes. With `dtrans.local`
+    scopes there is no third attempt, because a scope computes other results from a piece than from
+    a full value.
+
+    Returns:
+      The result of `write`, and the writer of this attempt.
     """
     writer = SplitWriter(jaxpr, shards, within)
     writer.orders = orders

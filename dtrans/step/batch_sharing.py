@@ -286,7 +286,7 @@ def part_of(
       axis: the dimension to split.
       name: name of the array in errors.
       trainers: number of trainers in all processes. If this number does not divide the rows, the
-        result is an `UnevenPart`. 0 if parts must be equal.
+        result is an `UnevenPart`. Pass 0 if all parts must be equal.
       shares: function from the number of rows of `x` to the number of rows of each part. An example
         is `Batch.shares`. The result is then an `UnevenPart`. None for equal parts.
 

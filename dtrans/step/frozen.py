@@ -130,8 +130,9 @@ def frozen_leaves(main: Program, begin: Mapping[str, Any]) -> tuple[dict[str, An
         number.
 
     Returns:
-      A pair. First a dict: name of an unchanged parameter or state array -> the number in all its
-        entries, or None. Then the names of the parameters with a marked gradient of zeros.
+      A pair (unchanged, zeros). `unchanged` maps the name of an unchanged array to the number in
+      all its entries, or to None if this number is unknown. `zeros` has the names of the parameters
+      with a marked gradient of zeros.
     """
     jaxpr = inline_calls(main.jaxpr)
     invars = dict(zip(main.in_names, opened(jaxpr).invars, strict=True))

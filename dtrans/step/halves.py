@@ -510,8 +510,8 @@ def divide_again(step: DividedStep, program: Program) -> DividedStep:
 def _check_state_types(program: Program, other: Program) -> None:
     """Raise GradientError if the shape of a state array depends on the batch size.
 
-    `dtrans.trace` recognises new state by its shape. So in `other`, an array of another shape lacks
-    the name of the state array.
+    `dtrans.trace` recognises new state by its shape. So an array with another shape gets no state
+    name in `other`, the trace with another batch size.
     """
     names = set(all_names(program.args[:2])).difference(other.out_names)
     outputs = zip(program.inner.outvars, other.inner.outvars, strict=False)

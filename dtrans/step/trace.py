@@ -125,7 +125,7 @@ class TracedFunction:
       fn: the traced function.
       args: structure of each argument.
       name: name of the program; None for the name of the function.
-      mesh: mesh whose axes the function may name.
+      mesh: mesh with the axes that the function may name.
       captures: True to trace the loss as one equation (`dtrans.step.capture`).
     """
 
@@ -202,7 +202,8 @@ def name_result(out: Any, args: Sequence[Any], roots: Sequence[str]) -> tuple[Tr
       roots: names of the arguments.
 
     Returns:
-      The names, as a structure; and a text: the reason why the names are ambiguous, or "".
+      A pair (structure with the names, reason). `reason` is a text if the names are ambiguous, else
+      "".
     """
     parts = children(out)
     if (

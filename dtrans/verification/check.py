@@ -429,7 +429,7 @@ class Findings:
         step: tuple[Any, Mapping[str, Any]],
         job: tuple[Any, Sequence[Any]],
     ) -> None:
-        """Find the cause of each difference, and add it to the difference.
+        """Find the first wrong equation behind each difference, and record it in the difference.
 
         Args:
           names: names of the job's outputs; the empty string for an output to ignore.

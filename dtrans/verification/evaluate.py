@@ -462,9 +462,9 @@ def run_cond(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) ->
 
 
 def run_reduce(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Evaluate a `reduce` with any function of two numbers: combine rows one after the other.
+    """Evaluate a `reduce` with a function of two numbers, one row after the other.
 
-    The function is evaluated with arrays in place of numbers.
+    Each call of the function combines all numbers of a row with the results so far.
     """
     half, axes, body = len(operands) // 2, eqn.params["dimensions"], combiner_of(eqn)
     stacks = [_reduced_in_front(x, axes) for x in operands[:half]]

@@ -70,7 +70,7 @@ def ties_by_elements() -> Iterator[None]:
 class Real:
     """Array of floats: a finite-field element for each entry, and the entry's value in float64.
 
-    Invariant: all infinite entries have the same element. The same holds for -inf and for NaN.
+    Invariant: each of inf, -inf and NaN is represented by one fixed element.
 
     Attributes:
       elements: field element of each entry, uint64.

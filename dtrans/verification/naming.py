@@ -180,11 +180,12 @@ class _Walk:
         return any(m.kind in kinds and m.factor != 1 for m in self._meanings_of(number))
 
     def _cause_of_multiple(self, number: int) -> int | None:
-        """Return the computation at fault for an output that is a wrong multiple of a step value.
+        """Return the computation that multiplied an output by a wrong factor.
 
-        The chain consists of the output, its operand that is a multiple, the operand's operand,
-        and so on. Each computation of the chain may change the factor. A change that a later
-        computation reverts does not count, e.g. a sum over ranks that is divided later.
+        The output is a value of the step times a factor. So is one of its operands, and one of the
+        operand's operands. The method follows this chain back. Each computation of the chain may
+        change the factor. A change that a later computation reverts does not count, e.g. a sum over
+        ranks that is divided later.
 
         The first computation with a remaining change is at fault. If this change is an integer, a
         reduction after the computation may have summed means that should be averaged. Then the

@@ -1,7 +1,7 @@
-"""Helpers by which rules (evaluations of one primitive in a finite field) read operands.
+"""Helpers for rules, the functions that evaluate one primitive each in a finite field.
 
-A *rule* is a function of an equation and its operands that returns the list of outputs. A float is
-represented by a `Real`: an element of the field, and an approximation in float64.
+A *rule* takes an equation and its operands, and returns the list of outputs. A float is represented
+by a `Real`: an element of the field, and an approximation in float64.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def is_random(x: Array) -> Array:
 
 
 class StepValues:
-    """Index of the values of the one-device step: finds those with an array as a slice.
+    """Index of the values of the one-device step, which finds the values that contain an array.
 
     Args:
       inputs: values of the step's inputs, by name.

@@ -25,8 +25,7 @@ class GradientResults:
     Args:
       step: the step, divided into its gradient computation and its update.
       leaves: the sliced parameters, by name.
-      computed: the values of the step that the forward and backward pass in the rank's program
-        compute.
+      computed: values of the step that the rank's forward and backward pass have computed.
       differing: the values of the step that differ from rank to rank.
 
     Attributes:

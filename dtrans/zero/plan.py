@@ -29,7 +29,7 @@ class ShardingPlan(CollectivePlan):
     It also has the attributes of `CollectivePlan`.
 
     Attributes:
-      slices: the parameters that are divided into slices, and the reason why each other one is not.
+      slices: the sliced parameters; and for each other parameter, the reason why it is not sliced.
       gathers: the values that the update must gather because slices do not suffice, with reasons.
       owned: the owner of each parameter, if each rank updates complete parameters. None if
         parameters are sliced.

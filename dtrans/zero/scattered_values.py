@@ -178,7 +178,7 @@ class _Search:
                     self._want(a, row)
 
     def _want(self, a: Atom, row: RowAxis | None) -> None:
-        """Record that a value is wanted as slices, unless another equation reads the value.
+        """Record that ranks need only slices of a value, if no other equation reads it.
 
         Args:
           a: an operand.

@@ -46,7 +46,8 @@ def map_pieces(
 
     Args:
       pieces: the program of one device, divided at its communication with other roles.
-      dims: for each divided input, the dimension that each axis divides: name -> axis -> dimension.
+      dims: for each divided input, the dimension that each axis divides, such as `{"params/w":
+        {"model": 1}}`.
       axes: the axes of the devices.
       spread: function that maps a function of one device over all devices.
       among_devices: the communication primitives that only the devices of one trainer run.
@@ -117,7 +118,7 @@ def place_arrays(
     Args:
       names: the names of the arrays.
       arrays: the arrays.
-      dims: as for `map_pieces`.
+      dims: for each divided array, the dimension that each axis divides, as for `map_pieces`.
       mesh: the devices.
     """
     where = []

@@ -72,9 +72,10 @@ class ServerJob(RoleJob):
     ) -> dict[str, Any]:
         """Run the server: update its parameters for the trainers, until every trainer has closed.
 
-        A checkpoint after a failure is named by a number of steps. The server counts them from the
-        last `job.save` with a number as its name, such as `job.save("300")`. Before the first of
-        these calls, it counts from the number of the restored checkpoint, or from 0.
+        After a failure, the server may save a checkpoint (`on_failure`). The name of the checkpoint
+        is a number of steps. The server counts them from the last `job.save` with a number as its
+        name, such as `job.save("300")`. Without such a call, it counts from the number of the
+        restored checkpoint, or from 0.
 
         Args:
           state: the state that `init` or `dtrans.checkpoint.restore` returned.
