@@ -85,7 +85,7 @@ Power = int | None
 class _NoScaleError(Exception):
     """Failure of the proof: equations differ, or exponents do not fit.
 
-    The text of the exception is a source line.
+    The text of the exception is the source line of the equation.
     """
 
 

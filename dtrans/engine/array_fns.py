@@ -70,7 +70,7 @@ def on_first(x: Array, start: Array) -> Array:
 
 
 def _wide(x: Array) -> Array:
-    """Convert indices to integers of at least 32 bits, so that sums with positions fit."""
+    """Convert indices to at least 32 bits, so that sums with positions do not overflow."""
     if x.dtype.itemsize == 8:
         return x
     return x.astype(jnp.int32)

@@ -175,7 +175,10 @@ def _cotangent(layout: ShardLayout) -> ShardLayout:
 def _with_jvp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_jvp` function; its first `skipped` arguments are the shard's index."""
+    """Return a `jax.custom_jvp` function; its first `skipped` arguments have no derivative.
+
+    These arguments are the shard's index, if the function reads it.
+    """
     fn = jax.custom_jvp(body)
 
     @fn.defjvp
@@ -191,7 +194,10 @@ def _with_jvp(
 def _with_vjp(
     call: _Call, body: Callable[..., list[Any]], rule: Callable[..., list[Any]], skipped: int
 ) -> Callable[..., Any]:
-    """Return a `jax.custom_vjp` function; its first `skipped` arguments are the shard's index."""
+    """Return a `jax.custom_vjp` function; its first `skipped` arguments have no derivative.
+
+    These arguments are the shard's index, if the function reads it.
+    """
     fn = jax.custom_vjp(body)
 
     def forward(*args: Any) -> tuple[Any, Any]:

@@ -146,7 +146,7 @@ class Shards:
         return True
 
     def longest_run(self, size: int) -> int:
-        """Return the largest number of adjacent entries that always lie together on one shard.
+        """Return the largest w such that pieces consist of complete runs of w adjacent entries.
 
         A layout with this `width` then describes the same pieces. This requires that pieces have no
         padding.

@@ -55,7 +55,10 @@ def row_demands(
 
 
 def _rows_of_outputs(eqn: JaxprEqn, operand: Var, found: Mapping[Var, RowAxis]) -> list[RowAxis]:
-    """Return the layouts of outputs that have the operand's shape; [] if not elementwise."""
+    """Return the layouts of the outputs that have the operand's shape.
+
+    The list is empty if the equation is not elementwise.
+    """
     if not facts_of(eqn).elementwise:
         return []
     shape = operand.aval.shape

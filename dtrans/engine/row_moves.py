@@ -229,7 +229,7 @@ def _rev(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
 
 
 def _concatenate(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Concatenate pieces; replicated operands are sharded first."""
+    """Return the moves of a concatenation of pieces; replicated operands are sharded first."""
     if eqn.params["dimension"] != rows.axis or any(x.axis != rows.axis for x in row_axes(ins)):
         return None
     begin, entries, operands = 0, [], []
@@ -258,7 +258,7 @@ def _tile(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
 
 
 def _pad(eqn: JaxprEqn, ins: Ins, rows: _Rows) -> RowMoves | None:
-    """Pad pieces; the padding value must be replicated, so that every shard can write it."""
+    """Return the moves of a `pad`; every shard must have the full padding value."""
     row, value = ins
     if not isinstance(row, RowAxis) or value is not SHARED:
         return None

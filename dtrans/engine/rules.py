@@ -179,7 +179,7 @@ def _simplified(shards: Shards, atoms: Sequence[Atom], layouts: Sequence[Any]) -
 
 
 def _as_rows(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Return the strategy by the rules of the row analysis (`dtrans.rows.rules`)."""
+    """Return the strategy that the row analysis finds for an equation (`dtrans.rows.rules`)."""
     step = step_of(eqn, ins)
     if step is None:
         warn_if_unknown(eqn, "is assumed to mix rows, so its operands are gathered")
@@ -397,8 +397,8 @@ def _convolution(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
     If examples or output features are sharded, so is the output. If input features are sharded, the
     output is a sum over shards. A derivative with respect to a kernel is also a convolution, in
     which the examples of the batch play the role of input features. For a grouped convolution, this
-    derivative has groups of examples (`batch_group_count`). If each row has
-    complete groups, shards convolve the groups of their rows.
+    derivative has groups of examples (`batch_group_count`). If no group mixes entries of several
+    shards, each shard convolves its own groups.
     """
     p, numbers = eqn.params, eqn.params["dimension_numbers"]
     for key, axis in (("feature_group_count", 1), ("batch_group_count", 0)):

@@ -73,7 +73,7 @@ def _without_padding(w: ShardValues, full: Atom, piece: Atom, row: RowAxis | Non
 
 
 def _write_move(w: ShardValues, eqn: JaxprEqn, way: Strategy, atoms: list[Atom]) -> list[Atom]:
-    """Write equations that move entries between the shards' pieces (`dtrans.engine.row_moves`)."""
+    """Write equations that move entries within each shard's piece (`dtrans.engine.row_moves`)."""
     found, pieces = way.moves, atoms
     assert found is not None
     if found.params is not None:

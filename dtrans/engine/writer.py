@@ -101,7 +101,10 @@ class SplitWriter(ShardValues):
         self._counted = CountedValues(self)
 
     def build_rows(self, var: Var, row: RowAxis) -> Atom | None:
-        """Write the piece of a counted value (`dtrans.engine.counted_values`); else return None."""
+        """Write a shard's piece of a value that depends only on `iota` and constants.
+
+        Return None for any other value (`dtrans.engine.counted_values`).
+        """
         return self._counted.build_rows(var, row)
 
     def carry_out(self, eqn: JaxprEqn, way: Strategy) -> list[Atom]:
@@ -548,7 +551,7 @@ class BodyWriter:
         )
 
     def write_sharded_scan(self, eqn: JaxprEqn, row: RowAxis, added: Sequence[bool]) -> None:
-        """Write a scan whose iterations are sharded."""
+        """Write a scan over the sharded dimension: each shard runs its part of the iterations."""
         consts, carried = scan_counts(eqn)
         size = scan_length(eqn)
         (body,) = bodies(eqn)

@@ -82,7 +82,7 @@ def drop_frozen_updates(main: Program, startup: Program) -> Program:
 
 
 def unchanged_leaves(step: InlinedStep) -> set[str]:
-    """Return the leaves of the first argument whose new value is the old value plus zeros."""
+    """Return the leaves of the first argument that a step returns unchanged, or plus zeros."""
     folded = _folded(step.jaxpr, {})
     return {n for n in step.params if folded.of(step.outs[n]).value == Alias(step.vars[n])}
 

@@ -439,7 +439,7 @@ def _select_rows(condition: Any, types: tuple[Any, ...]) -> Any:
 
 
 def run_cond(evaluator: Evaluator, eqn: JaxprEqn, operands: Sequence[Ranked]) -> list[Ranked]:
-    """Evaluate each branch for the ranks that choose it."""
+    """Evaluate a `cond`: each branch for the ranks that choose it."""
     indices, inputs = operands[0], operands[1:]
     if (unknown := _first_unknown(indices)) is not None:
         return [evaluator.replicate(unknown)] * len(eqn.outvars)

@@ -106,7 +106,7 @@ def inverse(x: Array) -> Array:
 
 
 def _inverses(x: Array) -> Array:
-    """Invert a vector without zeros with few divisions, by products of pairs (Montgomery)."""
+    """Invert all numbers of a vector (none is zero) with few divisions (Montgomery's trick)."""
     if x.size <= 16:  # recursion does not pay: an inverse costs as much as a dozen products
         return np.array([pow(int(v), -1, P) for v in x], np.uint64)
     half = x.size // 2

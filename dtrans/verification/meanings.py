@@ -174,7 +174,7 @@ class Meanings:
         return _meaning(Kind.EXACT, f"rows of {value.title}", value, Fraction(1))
 
     def _of_value(self, x: Array, *, copies_only: bool = False) -> Meaning | None:
-        """Return the relation of an array to a step value if it is a copy or piece; else None."""
+        """Return the relation of an array that is a copy or a piece of a step value; else None."""
         for factor in self._factors(x):
             found = self._values.matches(_divided(x, factor), partial=False)
             copies = [m for m in found if m.is_copy]

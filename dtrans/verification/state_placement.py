@@ -111,7 +111,7 @@ def find_placement(
     offset = 0 if base == 2 else 1
 
     def state(power: int, inverted: bool) -> list[Any]:
-        """Return the job's state for leaves with one digit of each position as entries."""
+        """Return the job's state for leaves that contain one digit of each entry's position."""
         coded, start = {}, 0
         for (name, t), size in zip(leaves.items(), sizes, strict=True):
             digits = np.arange(start, start + size) // power % base

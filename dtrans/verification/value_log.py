@@ -68,7 +68,7 @@ class ValueLog:
 
     Attributes:
       computations: the computations, in order.
-      overflows: True if the log has `MOST_NUMBERS` numbers, so that later computations are missing.
+      overflows: True if the log is full (`MOST_NUMBERS`), and later computations are missing.
     """
 
     def __init__(self) -> None:

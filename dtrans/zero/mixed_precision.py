@@ -490,7 +490,7 @@ def _names_algorithm(eqn: JaxprEqn) -> bool:
 
 
 def _widens(eqn: JaxprEqn, dtype: Any) -> bool:
-    """Return True if an equation casts a value from `dtype`, so that a cast back loses nothing."""
+    """Return True if an equation casts a value from `dtype`; a cast of the result back is exact."""
     return is_cast(eqn) and bool(eqn.invars[0].aval.dtype == dtype)
 
 

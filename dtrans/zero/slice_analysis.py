@@ -267,9 +267,9 @@ class SliceAnalysis(SplitWriter):
                 self.read_full(self.reads[i])
 
     def _reduces_full(self, i: int, way: Strategy) -> bool:
-        """Return True if equation `i` sums slices of a parameter that other equations need in full.
+        """Return True if equation `i` reduces a parameter that other equations need in full.
 
-        The rank has gathered the parameter then, and can sum it without a collective.
+        Ranks gather the parameter for these equations, so its reduction needs no collective.
         """
         return bool(way.reduce) and not self.full.isdisjoint(self.roots_of(self.eqns[i].invars))
 

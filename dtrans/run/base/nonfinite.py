@@ -39,7 +39,7 @@ class NonfiniteCheck:
     """Check that finds infinities and NaNs in gradients.
 
     Args:
-      reaction: "ignore", "warn" or "error".
+      reaction: the reaction to a gradient that is not finite: "ignore", "warn" or "error".
 
     Raises:
       ConfigError: `reaction` is none of these values.
@@ -71,7 +71,7 @@ class NonfiniteCheck:
             self._found.append(message)
 
     def check(self, *, wait: bool = False) -> None:
-        """Raise NonfiniteError if `note` has recorded gradients.
+        """Raise NonfiniteError if `note` has recorded gradients that are not finite.
 
         Args:
           wait: True to wait first for the callbacks of steps that still run.

@@ -65,7 +65,7 @@ class TrainerBatches:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Dimension along which each split array is split, by name."""
+        """Split dimension of each batch array that the trainers divide, by name."""
         found: dict[str, int] = {}
         for name, share in zip(self.names, self.shares, strict=True):
             if isinstance(share, int):

@@ -326,7 +326,7 @@ class CollectiveJob(Job):
         return 0 if is_stored else nbytes(self._state.types[name])
 
     def _single_device(self, spec: TreeSpec, arrays: Mapping[str, Any]) -> Any:
-        """Return a pytree of single-device arrays of the state."""
+        """Return a pytree of the state's arrays, each complete and on one device."""
         self.watch.check(wait=True)
         found: dict[str, Any] = {}
         for n, x in arrays.items():

@@ -75,7 +75,7 @@ class TrainerRequests:
 
     @property
     def tables(self) -> TrainerTables:
-        """The tables of the job."""
+        """Embedding tables of the job, to look up, export or evict rows."""
         return TrainerTables(self._plan, self._look_up, self._ask)
 
     def _look_up(self, table: str, ids: np.ndarray) -> np.ndarray:

@@ -258,7 +258,7 @@ class Bins:
 
 
 def unused_root(name: str, names: Collection[str]) -> str:
-    """Return `name`, with underscores at its end if one of `names` already starts with `name`."""
+    """Return a prefix that no name has yet: `name`, with underscores at its end if necessary."""
     while any(is_under(n, [name]) for n in names):
         name += "_"
     return name
