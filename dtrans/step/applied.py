@@ -294,7 +294,7 @@ class Applied:
     def _jitted(
         self, jaxpr: ClosedJaxpr, names: Sequence[str]
     ) -> Callable[[Leaves, Sequence[Any]], Sequence[Any]]:
-        """Compile the equations of a part, which first convert stored arrays (`unpacked`)."""
+        """Compile the equations of a part; the result takes arrays as the job stores them."""
         run = jaxpr_as_fun(jaxpr)
 
         def of_leaves(leaves: Leaves, values: Sequence[Any]) -> list[Any]:
