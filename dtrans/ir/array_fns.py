@@ -24,7 +24,7 @@ def converted(dtype: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def scalar(value: float) -> Literal:
-    """Return a number as a literal operand."""
+    """Return a number as a `Literal`, which can be an operand of an equation."""
     array = np.asarray(value, jnp.result_type(float))
     return Literal(array[()], jax.typeof(array))
 

@@ -1,9 +1,9 @@
 """Construction of jaxprs from equations of other jaxprs.
 
 `Builder` writes a new jaxpr, usually from a jaxpr that `inline_calls` flattened. The builder copies
-equations of the old jaxpr with other operands, and adds new equations. The primitive's rule infers
-the output types. The new jaxpr contains only the constants that it reads. Equations are never
-mutated, and copies keep their source information.
+equations of the old jaxpr with other operands, and adds new equations. The rule of each primitive
+infers the types of outputs. The new jaxpr contains only the constants that it reads. Equations are
+never mutated, and copies keep their source information.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def add_averages(step: DividedStep, leaves: Sequence[str]) -> DividedStep:
     """Return the step with an update that also averages the given leaves.
 
     Each trainer sends the new value of such a leaf in place of a gradient. A server averages the
-    values as it averages gradients. The added update then stores the mean as the new leaf.
+    values as it averages gradients. The update then stores the mean as the new leaf.
     """
     if not leaves:
         return step

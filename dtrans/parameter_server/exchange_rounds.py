@@ -123,7 +123,11 @@ def sort_by_rounds(endpoints: Sequence[str], trainer_id: int, trainers: int) -> 
 
 
 def _exchange(eqns: Sequence[JaxprEqn], params: dict[str, Any]) -> JaxprEqn:
-    """Return the `exchange` equation that replaces some independent collectives."""
+    """Return the `exchange` equation that replaces some independent collectives.
+
+    In an `exchange`, all trainers send the inputs of these collectives to one server, and receive
+    the results.
+    """
     invars: list[Atom] = []
     outvars: list[Var] = []
     how: list[Any] = []

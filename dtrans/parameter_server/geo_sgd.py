@@ -134,10 +134,10 @@ def plan_geo_sgd(
 
 
 def with_shared_leaves(step: DividedStep) -> DividedStep:
-    """Return a copy of the step with only the parameters that gradients change in `optimized`.
+    """Return a copy of the step; its field `optimized` has only parameters with a gradient.
 
-    In GEO-SGD, servers add up the changes of these parameters. Any other parameter, such as a
-    counter, moves to the field `frozen`: each trainer keeps its own value.
+    In GEO-SGD, servers add up the changes of these parameters, which all trainers share. Any other
+    parameter, such as a counter, moves to the field `frozen`: each trainer keeps its own value.
 
     Raises:
       ConfigError: gradients change a parameter of an integer type.
@@ -346,7 +346,7 @@ class GeoTrainerWriter:
         return Program.written(f"trainer {trainer_id} startup", b, startup.args, startup.out, outs)
 
     def _row_location(self, table: str, trainer_id: int) -> dict[str, Any]:
-        """Return the parameters by which an equation finds the server of each row of a table."""
+        """Return the equation parameters that name the server of each row of a table."""
         blocks = self.placement.blocks[table]
         names = tuple(x.name for x in blocks)
         return {**row_location(table, blocks), "names": names, **self._trainer(trainer_id)}

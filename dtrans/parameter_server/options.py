@@ -115,7 +115,7 @@ class Sync:
 
     @property
     def compression(self) -> dict[str, bool]:
-        """Texts of the options that compress messages, for errors; True for each one that is set.
+        """Options that compress messages, as text for errors; True for each one that is set.
 
         For `Sync(compress="bf16")`: `{"compress='bf16'": True, "compress_params=None": False}`.
         """

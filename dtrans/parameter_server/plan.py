@@ -345,7 +345,7 @@ class PServerPlan(Plan):
         }
 
     def _input_types(self, specs: Sequence[TreeSpec]) -> dict[str, str]:
-        """Return the type of each array in some arguments of `main`, by the array's name."""
+        """Return the types of some inputs of `main` as text, by the input's name."""
         types = {}
         for n in all_names(specs):
             types[n] = short_type(self.main.inputs[n])

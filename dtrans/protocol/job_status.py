@@ -80,8 +80,8 @@ class ServerStatus:
 
     Attributes:
       endpoint: endpoint of the process.
-      plan: digest of the plan's fingerprint; empty if the plan has no fingerprint. All servers of a
-        job have the same digest.
+      plan: digest (hash) of the plan; empty if the job compares no digests. All servers of a job
+        have the same digest.
       mode: "synchronous", "asynchronous" or "collective".
       count: number of trainers of the job.
       uptime: seconds since the process began to wait for trainers.
@@ -154,7 +154,7 @@ class TableStatus:
     Attributes:
       name: name of the block.
       created: number of rows that are stored in memory.
-      rows: number of rows.
+      rows: number of rows of the block, including rows that are not stored yet.
     """
 
     name: str
@@ -257,7 +257,7 @@ class ObservedTrainers(Protocol):
 
     @property
     def plan(self) -> Mapping[str, str]:
-        """Parts of the plan's fingerprint."""
+        """Digest (hash) of each part of the plan, by name."""
 
     @property
     def known(self) -> Mapping[int, Trainer]:
@@ -475,7 +475,10 @@ class StatusReporter:
 def _digest(plan: Mapping[str, str]) -> str:
     """Return a short text that identifies a plan, to compare servers; empty without a plan.
 
-    It leaves out the parts of a fingerprint that may differ between the processes of a job.
+    Parts of a plan that may differ between the processes of a job are left out.
+
+    Args:
+      plan: digest (hash) of each part of the plan, by name.
     """
     varying = (fingerprint.BATCH, fingerprint.LOSS)
     parts = [(name, plan[name]) for name in sorted(plan) if name not in varying]

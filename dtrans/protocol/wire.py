@@ -62,9 +62,10 @@ ones are in brackets):
                    impl, pieces + frames
     resume
 
-Admission: `plan` contains the parts of the plan's fingerprint (`dtrans.ir.fingerprint`). The
-receiver refuses a process with another plan. `proof` is derived from `nonce` and the job's token
-(`dtrans.protocol.token`). It proves that the sender of a welcome has the token.
+Admission: `plan` contains a digest (hash) of each part of the sender's plan
+(`dtrans.ir.fingerprint`). The receiver refuses a process with another plan. `proof` is derived from
+`nonce` and the job's token (`dtrans.protocol.token`). It proves that the sender of a welcome has
+the token.
 
 Messages between a trainer and a server, between two servers, and of pipelines also have `number`
 and `heard`. With these fields a new connection resumes a broken one

@@ -70,8 +70,8 @@ class TableLookups:
     Attributes:
       leaf: name of the table.
       rows: the number of the table's rows.
-      ids: the values of the step that contain row ids. Each comes as a tuple with the fields
-        `component`, `outside` and `count` of the lookup's `RowPick`.
+      ids: the values of the step that contain row ids. Each entry is a tuple (value, `component`,
+        `outside`, `count`); see `RowPick` for the last three.
       size: the maximum number of rows that a step can look up.
     """
 
@@ -82,7 +82,7 @@ class TableLookups:
 
     @property
     def starts(self) -> int:
-        """The number of ids at which every lookup can start, with all its rows in the table.
+        """The number of ids at which a lookup can start without leaving the table.
 
         For a table of 10 rows and lookups of 3 consecutive rows, this is 8: the ids 0 to 7.
         """
@@ -246,8 +246,8 @@ def _is_picked(eqns: Sequence[JaxprEqn], var: Var, through: Collection[str] = fr
     Args:
       eqns: the equations of forward and backward.
       var: the variable of the leaf.
-      through: names of further primitives that f may contain. A leaf with such an f cannot be a
-        table, but the plan then tells the user the reason.
+      through: names of further primitives that f may contain. If f contains one of them, the leaf
+        cannot be a table, and the plan tells the user the reason.
     """
     picks: list[JaxprEqn] = []
 

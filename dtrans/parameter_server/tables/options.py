@@ -23,8 +23,8 @@ class RowFilter:
     initial value. Then an update *admits* the row: servers store it from then on.
 
     Attributes:
-      count: the number of the update that admits the row, among updates with a gradient of the row.
-        For example, with 3 the third update is the first that changes the row.
+      count: the number of updates with a gradient of the row until the row is admitted. With 3, the
+        third of these updates admits the row, and is the first that changes it.
       probability: the probability with which each of these updates admits the row.
     """
 
@@ -66,10 +66,10 @@ class Rows:
         calls `job.prefetch` at least this many steps ahead, its rows miss exactly this many
         updates. 0: a server sends a row again if the row changed since the prefetch, so results are
         the same as without prefetch.
-      admit_count: the number of updates with a gradient of a row after which the server stores the
-        row: the update with this number *admits* the row, and is the first that changes the row.
-        Earlier updates drop the row's gradient, and lookups return the row's initial value. None:
-        the first lookup of a row creates the row.
+      admit_count: the number of updates with a gradient of a row until the server stores the row.
+        With 3, the third of these updates *admits* the row, and is the first that changes it. The
+        first two drop the row's gradient, and lookups return the row's initial value. None: the
+        first lookup of a row creates the row.
       admit_probability: the probability with which an update that has a gradient of a row admits
         the row. A draw depends on the arguments of `init`, the row's id and the number of the
         update, so a repeated step has the same draws. Earlier updates and lookups are treated as

@@ -119,7 +119,7 @@ def lookups_in(eqns: Sequence[JaxprEqn], flow: Flow) -> tuple[list[RowLookup], l
 
 
 def _note_integers(eqns: Iterable[JaxprEqn], known: dict[Any, Sequence[Var]]) -> None:
-    """Add the equations that compute integers to `known`, so that their results are reused.
+    """Add the equations that compute integers to the dict `known`, to reuse their results.
 
     Bodies of branches often compute the same row ids as equations before the branches.
     """

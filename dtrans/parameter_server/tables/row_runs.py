@@ -49,7 +49,12 @@ def with_row_runs(main: Program, sparse: Mapping[str, Rows] | str | None, most: 
 
 
 def _with_starts(main: Program, names: Collection[str]) -> Program:
-    """Return the step without static slices of some leaves, and without their derivatives."""
+    """Return the step with lookups by row id in place of static slices, and of their derivatives.
+
+    Args:
+      main: the traced step.
+      names: names of the leaves that are tables.
+    """
     leaves: list[Atom] = [main.invars[n] for n in names]
     shapes = {v.aval.shape for v in leaves}
     b = Builder(main.jaxpr)

@@ -4,8 +4,8 @@ A compiled program has a fixed number of rows, its *capacity*. But each step loo
 of rows. So an update gets the looked-up rows, and additional rows with a gradient of zero up to the
 capacity. To limit the number of compiled programs, the capacity of an update is a power of two
 (`capacity_for`). Two other kinds of programs have the capacities 16, 128, 1024, ...
-(`split_by_capacity`). One kind initialises rows. The other applies earlier updates to rows that no
-trainer looked up then. `dtrans.slicing.server_update` writes the updates.
+(`split_by_capacity`). One kind initialises rows. The other applies updates late, to rows that no
+trainer had looked up at the time of the update. `dtrans.slicing.server_update` writes the updates.
 """
 
 from __future__ import annotations

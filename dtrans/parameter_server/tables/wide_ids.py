@@ -44,7 +44,7 @@ class WideIds:
         self._found: dict[Var, Atom | None] = {}
 
     def component(self, atom: Atom, component: int) -> tuple[Atom, int]:
-        """Return the array that contains the row ids among index vectors, and their column in it.
+        """Return the array with the row ids of index vectors, and the column of the row ids in it.
 
         JAX concatenates the indices of several dimensions into index vectors. For a concatenation,
         the result is the operand that contains the column.

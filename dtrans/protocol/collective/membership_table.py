@@ -92,13 +92,15 @@ class MembershipTable:
         return "; ".join(late)
 
     def broken(self, trainer: int, now: float, grace: float = GRACE) -> None:
-        """Handle the end of a trainer's connection. The trainer's last message may be unread.
+        """Handle the end of a trainer's connection.
+
+        The trainer may still reconnect. Its last message, such as a report of its end, may also
+        arrive late.
 
         Args:
           trainer: id of the trainer.
           now: the current time, in seconds.
-          grace: seconds to wait for a reconnection or a last message. After them, the trainer
-            counts as ended.
+          grace: seconds to wait for these. Afterwards the trainer counts as ended.
         """
         self._broken.setdefault(trainer, now + grace)
 

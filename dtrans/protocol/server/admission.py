@@ -79,7 +79,7 @@ def check_plan(me: str, plan: Mapping[str, str], other: str, message: wire.Messa
 
     Args:
       me: name of this server.
-      plan: parts of the fingerprint of this server's plan.
+      plan: digest (hash) of each part of this server's plan, by name.
       other: name of the sender.
       message: the greeting.
     """

@@ -167,7 +167,7 @@ class Exchange:
           parts: maps the name of each reduction to this server's partial result.
 
         Returns:
-          The vectors of each distinct parcel, in the order of `parcels`: one vector for each dtype.
+          For each distinct value of `parcels`, in order, a list of vectors: one for each dtype.
         """
         flat = {}
         for k in self.parcels[self.me]:
@@ -207,7 +207,11 @@ class Exchange:
 
 
 def vector_types(parcel: Parcel) -> list[tuple[str, int]]:
-    """Return the dtype and length of each vector that contains a parcel (group of reductions)."""
+    """Return the dtype and length of each vector that one server sends to another.
+
+    Args:
+      parcel: the reductions for which the vectors contain partial results.
+    """
     found = []
     for dtype, kinds in _by_dtype(parcel).items():
         found.append((dtype, sum(_size(kind) for kind in kinds)))

@@ -75,7 +75,11 @@ class PeerLine:
                 self._say(frames)
 
     def connected(self) -> None:
-        """Handle a connection: greet before the first welcome, and after each break."""
+        """Handle a new connection: send a greeting.
+
+        No greeting is sent if the other server has already answered one, and the connection has not
+        broken since.
+        """
         if not self.peer.welcomed or self._lost:
             # The other server may be busy, and answer later than a reconnection may take.
             self._retry_until = math.inf

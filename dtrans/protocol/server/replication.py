@@ -160,7 +160,7 @@ class Replica:
         number of updates before it.
 
     Attributes:
-      due: the next inputs to arrive are those of this step; None before the state has arrived.
+      due: number of the step for which inputs arrive next; None before the state has arrived.
       evictions: number of received evictions.
     """
 

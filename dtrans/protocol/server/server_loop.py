@@ -53,7 +53,8 @@ class ServerLoop:
       ended_roles: returns the trainers and servers of the job that have ended, with the exit status
         of their processes. Its argument is the number of a generation; ends in earlier generations
         are left out.
-      generations: generations of the job; None in a job without snapshots.
+      generations: interface to the launcher, which starts a new *generation* of the job after each
+        failure; None in a job without snapshots.
       write_newest: function that starts to write the states after the newest steps, and the
         replicas of lost servers. The loop calls it when the generation is ending, with the names of
         the lost servers. It is called again if more servers are lost before the next generation.

@@ -67,7 +67,7 @@ class ServerPeers:
       me: endpoint of this server.
       exchanges: exchanges of this server in each step.
       on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
-      plan: parts of the plan's fingerprint; a peer with other parts is refused.
+      plan: digest (hash) of each part of the plan, by name; a peer with other digests is refused.
       generation: number of the generation, which greetings contain.
       replication: replicas of this server; None without replicas.
 

@@ -246,7 +246,11 @@ class Serving:
 
 
 def _following(message: wire.Message) -> list[wire.Message]:
-    """Return the messages that the field `then` of a message lists."""
+    """Return the further messages for which a message also stands.
+
+    The last message of a step saves two short messages, `send_barrier` and `recv`. Its field `then`
+    names them.
+    """
     then: Any = message.fields.get("then", [])
     if then == []:
         return []

@@ -36,7 +36,8 @@ class TrainerRegistry:
     Args:
       served: the server's blocks.
       deadline: seconds within which all trainers must connect.
-      plan: parts of the plan's fingerprint; a trainer with other parts is refused.
+      plan: digest (hash) of each part of the plan, by name; a trainer with other digests is
+        refused.
       secret: the job's token.
       retry: seconds that the server waits for a reconnection.
       busy: ids of trainers that were connected in the previous generation. The deadline does not

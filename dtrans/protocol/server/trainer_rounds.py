@@ -60,8 +60,8 @@ class TrainerRounds:
 
     Attributes:
       number: number of the open round; None if no round is open.
-      merges_results: True if trainers send their results of each step after its update, in the
-        round `RESULTS`, and this server merges them.
+      merges_results: True if this server merges the trainers' results of each step, such as the
+        loss. Trainers send them after the update, in a round with the number `RESULTS`.
     """
 
     def __init__(self, count: int) -> None:

@@ -123,10 +123,10 @@ class TrainerTurns:
         grads.take(message)
 
     def _use_level(self, k: int, message: wire.Message, grads: Inbox) -> None:
-        """Provide memory for gradients of the sizes that trainer k's first message announces.
+        """Provide memory for compressed gradients with the sizes that trainer k uses in this step.
 
-        The sizes of compressed gradients may change between steps. The message has the index of the
-        sizes.
+        The sizes may change between steps. The trainer's first message has the index of the sizes,
+        its field `level`.
         """
         if not self._levels:
             return
@@ -275,7 +275,7 @@ class TrainerTurns:
 def _turns_of(
     served: ServerBlocks, grads: Mapping[str, np.ndarray], rows: RowAnswers, trainers: int
 ) -> dict[int, TrainerTurn]:
-    """Return a map from the id of each trainer to a new turn with an empty inbox."""
+    """Return the progress of each trainer at the start of a step, before gradients arrive."""
     row_gradients: set[str] = set()
     for table in served.tables.values():
         row_gradients.update(table.gradients.values())

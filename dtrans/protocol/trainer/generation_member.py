@@ -14,7 +14,8 @@ class GenerationMember:
     """Participation of one trainer in one generation: the time between two failures of the job.
 
     Args:
-      generations: generations of the job; None without a launcher that restarts processes.
+      generations: interface to the launcher, which starts generations; None without a launcher that
+        restarts processes.
 
     Attributes:
       generation: the servers' generation. None before a server has accepted this trainer, and if

@@ -40,7 +40,7 @@ class ServerConnection:
       trainers: number of trainers.
       session: random word that identifies this trainer process to all servers.
       sync_mode: True if the trainer makes synchronous steps.
-      plan: parts of the fingerprint of the trainer's plan.
+      plan: digest (hash) of each part of the trainer's plan, by name.
       secret: the job's token.
       say: function that sends the frames of one message.
       retry: seconds that the trainer waits for a reconnection.

@@ -139,7 +139,7 @@ class ServerLink:
         self.check_admitted()
 
     def check_admitted(self) -> None:
-        """Raise PeerError if the server refused the trainer while that waited for another server.
+        """Raise PeerError if the server refused the trainer while the trainer waited for another.
 
         The error is raised only once.
         """

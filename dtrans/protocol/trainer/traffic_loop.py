@@ -101,7 +101,7 @@ class TrafficLoop:
         """Queue the gradients of one step for the servers; with GEO-SGD, changes of parameters.
 
         Args:
-          group: the gradients or the push.
+          group: the gradients or changes.
           steps: number of steps that `group` contains.
         """
         self._queue.append((group, steps))

@@ -62,7 +62,10 @@ class TrainerLine(ServerConnection):
 
     @property
     def steps_so_far(self) -> int:
-        """Number of this trainer's steps; steps that a communicator's thread sends do not count."""
+        """Number of this trainer's steps, also before a reconnection.
+
+        Steps that a communicator (background thread) sends do not count.
+        """
         # an asynchronous trainer numbers its steps from 0 on each connection
         return self.step if self._hello["sync_mode"] else self.count + self.step
 

@@ -1,7 +1,8 @@
-"""`dtrans.connect()`: connects the trainers of an nccl2 job, and defines the effects of failures.
+"""`dtrans.connect()`: connects the trainers of a job without servers; effects of failures.
 
-The trainers wait for each other (`dtrans.run.distributed.rendezvous`). Then `jax.distributed`
-connects them, with trainer 0's endpoint as coordinator.
+In such a job (mode "nccl2"), trainers all-reduce their gradients. They first wait for each other
+(`dtrans.run.distributed.rendezvous`). Then `jax.distributed` connects them, with trainer 0's
+endpoint as coordinator.
 
 Failures of one trainer, and their effects on the other trainers:
 
@@ -71,7 +72,9 @@ def connect(
     transport_encryption: str | None = None,
     on_trainer_loss: str | None = None,
 ) -> Membership:
-    """Connect the trainers of an nccl2 job, before JAX creates devices.
+    """Connect the trainers of a job without parameter servers, before JAX creates devices.
+
+    In such a job (mode "nccl2"), trainers all-reduce their gradients.
 
     Environment variables name the role of this process (see `Role`). `dtrans launch --mode nccl2`
     sets them. Without these variables, JAX detects the processes of Slurm, Open MPI, Kubernetes or
@@ -145,7 +148,7 @@ def connect(
 
 
 def connected() -> Membership:
-    """Return the membership of this process in an nccl2 job: its trainer id and the job's options.
+    """Return this process's trainer id and job options, in a job without parameter servers.
 
     If the user called `jax.distributed.initialize` but not `dtrans.connect`, call `connect` first.
 

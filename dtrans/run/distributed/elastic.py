@@ -1,4 +1,6 @@
-"""Training that continues without lost trainers, in nccl2 mode with `on_trainer_loss="drop"`.
+"""Training that continues without lost trainers, with `on_trainer_loss="drop"`.
+
+This module is for jobs without parameter servers (mode "nccl2"): trainers all-reduce gradients.
 
     all_or_none()   a context manager for one step: all live trainers complete the step, or none.
                     At its end, trainers wait for each other and agree on the live trainers.

@@ -95,8 +95,9 @@ def launch(
     Args:
       command: program and arguments, the same for every role.
       trainers: number of trainers.
-      pservers: number of pservers; by default one, and none in nccl2 mode.
-      mode: "pserver" or "nccl2".
+      pservers: number of parameter servers; by default one, and none in nccl2 mode.
+      mode: "pserver" for a job with parameter servers; "nccl2" for trainers that all-reduce their
+        gradients.
       on_trainer_loss: the reaction to the failure of a trainer. "restart": the trainer starts
         again; when all `restarts` are used, the job ends. "abort": the job ends. "drop": the job
         continues without the trainer while another trainer runs. Parameter servers with snapshots

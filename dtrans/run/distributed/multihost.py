@@ -1,8 +1,8 @@
-"""Arrays and checks that span the trainers of an nccl2 job, when each trainer is its own process.
+"""Arrays and checks that span all trainers of a job without parameter servers (mode "nccl2").
 
-Each trainer passes its part of the batch, and the parts form one global `jax.Array`. Parameters and
-results that a trainer reads are arrays on its first device. The module also has sums and broadcasts
-over all trainers.
+Each trainer is a process. It passes its part of the batch, and the parts form one global
+`jax.Array`. Parameters and results that a trainer reads are arrays on its first device. The module
+also has sums and broadcasts over all trainers.
 """
 
 from __future__ import annotations

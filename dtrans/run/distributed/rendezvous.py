@@ -1,4 +1,4 @@
-"""Rendezvous of the trainers of an nccl2 job, before JAX connects them.
+"""Rendezvous of the trainers of a job without servers (mode "nccl2"), before JAX connects them.
 
     trainer 0   connects to the endpoint of every other trainer, until all have joined
     trainer k   listens at its endpoint, until trainer 0 announces that all have joined

@@ -124,7 +124,7 @@ class Role:
 
     @property
     def mode(self) -> Literal["pserver", "nccl2"]:
-        """The mode of the job, as in `DistributeTranspilerConfig.mode`."""
+        """The mode of the job: "pserver" with parameter servers, "nccl2" without."""
         return "nccl2" if self.trainer_endpoints else "pserver"
 
     @property
@@ -212,7 +212,7 @@ def roles_of(trainers: int, endpoints: Sequence[str]) -> tuple[Role, ...]:
 
 
 def trainer_roles(endpoints: Sequence[str]) -> tuple[Role, ...]:
-    """Return every role of an nccl2 job, from the endpoints of its trainers."""
+    """Return every role of a job without servers, from the endpoints of its trainers."""
     every = tuple(endpoints)
     roles = []
     for i, e in enumerate(every):

@@ -1,4 +1,4 @@
-"""Socket at which trainer 0 of an nccl2 job answers the command `dtrans status`.
+"""Socket at which trainer 0 of a job without servers answers the command `dtrans status`.
 
 Jobs with parameter servers do not need it, because their servers answer. The launcher, or the user,
 sets the socket's endpoint by DTRANS_STATUS_ENDPOINT.
@@ -34,7 +34,7 @@ QUEUE = 100  # pending messages of one observer
 
 
 class WatchedTrainers:
-    """Progress of all trainers of an nccl2 job, from which trainer 0 makes its status report.
+    """Progress of all trainers of a job without servers, for the status report of trainer 0.
 
     `StatusReporter` also reports for parameter servers. This class gives it the same attributes for
     a job without servers.

@@ -1,4 +1,6 @@
-"""Connections of an nccl2 job's trainers to trainer 0, by which all learn that a trainer has ended.
+"""Connections between trainers of a job without servers, which report that a trainer has ended.
+
+Each trainer has a connection to trainer 0:
 
     trainer k    sends `here` at its start, `doing` with its progress every few seconds, and `ended`
                  with the reason at its end
@@ -82,7 +84,7 @@ def is_by_peer(text: str) -> bool:
 
 
 class Watch:
-    """Connection between the trainers of an nccl2 job that reports when a trainer has ended.
+    """Connection between the trainers of a job without servers, to report that one has ended.
 
     Trainers 1, 2, ... connect to trainer 0. Trainer 0 sends the end of each trainer to all others.
     A thread reads the messages while the main thread trains.

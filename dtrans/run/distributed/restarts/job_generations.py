@@ -246,7 +246,7 @@ class JobGenerations:
         return self._newest(dropped) is not None
 
     def go_back(self, lost: str, reason: str = "") -> None:
-        """Start a generation (the time until the next failure) in which only the lost role starts.
+        """Start a generation (time until the next failure); only the lost role gets a new process.
 
         The caller starts the role's new process afterwards. All other roles keep running, and go
         back to the newest snapshot.

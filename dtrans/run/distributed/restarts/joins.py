@@ -65,7 +65,7 @@ class Joins:
         state as the others.
 
         Args:
-          generations: generations of the job.
+          generations: record of the job's failures and restarts.
           attempt: the attempt.
         """
         if not attempt.joining or self._is_late():

@@ -16,7 +16,7 @@ class LossRules:
     Args:
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      generations: generations of the job, or None if the job has no snapshots.
+      generations: record of the job's failures and restarts; None if the job has no snapshots.
 
     Attributes:
       most: the largest number of restarts.

@@ -57,10 +57,10 @@ class LostReports:
 
 
 class FirstReport:
-    """Choice among the roles' reports that other roles are lost.
+    """Rule by which the launcher ends one lost role, although several roles report each other.
 
-    If a connection breaks, both ends may report each other. The launcher acts on the first report,
-    and ends only the role that this report names.
+    If a connection breaks, both processes may report each other as lost. The launcher acts on the
+    first report, and ends only the role that this report names.
 
     Attributes:
       killed: the last role that was killed because of a report.

@@ -60,7 +60,7 @@ class Restarts:
       limit: end of the job's deadline, in seconds of the monotonic clock, or None.
       options: the restarts that the launcher may make.
       on_trainer_loss: as for `launch`.
-      generations: generations of the job, or None if the job has no snapshots.
+      generations: record of the job's failures and restarts; None if the job has no snapshots.
     """
 
     def __init__(

@@ -133,7 +133,7 @@ class Spares:
         """Print a warning if no spare has started, because servers write no snapshots.
 
         Args:
-          generations: the generations of the job.
+          generations: record of the job's failures and restarts.
         """
         if self._count and generations.lacks_snapshots:
             say(
@@ -145,7 +145,7 @@ class Spares:
         """Remove spares that have ended; start missing ones unless roles are still starting.
 
         Args:
-          generations: the generations of the job.
+          generations: record of the job's failures and restarts.
         """
         while not self._ended.empty():
             self._on_end(self._remove_next(), generations.generation.number)
