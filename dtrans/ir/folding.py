@@ -21,7 +21,7 @@ from dtrans._jax import JaxprEqn, Var, facts_of, moved_operands, same_operand, z
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """Fact: the value equals the input `var`."""
+    """Result of constant folding for a value that equals an input, the variable `var`."""
 
     var: Var
 

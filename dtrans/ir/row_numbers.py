@@ -23,7 +23,7 @@ from dtrans.ir.interpret import Facts, ForwardAnalysis, forward_jaxpr
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Fact: each entry equals its own index along dimension `axis`, which has `size` entries."""
+    """Property of an array: each entry equals its index along `axis`, which has `size` entries."""
 
     axis: int
     size: int
@@ -31,7 +31,7 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """Fact: all entries equal `value`."""
+    """Property of an array: all entries equal `value`."""
 
     value: int
 
@@ -57,7 +57,12 @@ def numbers_of(jaxpr: Any) -> Facts[Fact]:
 
 
 def known_of(fact: Fact, component: Entry = None) -> Known:
-    """Return the fact about an array x, or about `x[..., component]`; `fact` has all facts."""
+    """Return the property of an array x, or of `x[..., component]`; None if it is unknown.
+
+    Args:
+      fact: the properties of x, and of all its components.
+      component: an index in the last dimension; None for x itself.
+    """
     place = 0 if component is None else 1 + component
     if place < len(fact):
         return fact[place]
@@ -74,7 +79,7 @@ def _of_equation(eqn: JaxprEqn, ins: Sequence[Fact]) -> list[Fact] | None:
 
 
 def _output_fact(eqn: JaxprEqn, ins: Sequence[Fact], component: Entry) -> Known:
-    """Return the fact about the output `y` of an equation, or about `y[..., component]`."""
+    """Return the property of an equation's output `y` or of `y[..., component]`, or None."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "iota":
         d, size = eqn.params["dimension"], out.shape[eqn.params["dimension"]]
@@ -104,7 +109,10 @@ def _counts(aval: Any) -> bool:
 
 
 def _entries(aval: Any) -> tuple[Entry, ...]:
-    """Return None for an array x, and c for each `x[..., c]`, if the last axis is short."""
+    """List the parts of an array that are analysed: None for the array x, and c for `x[..., c]`.
+
+    The parts `x[..., c]` are analysed only if the last axis is short.
+    """
     if aval.ndim and aval.shape[-1] <= _MOST_COMPONENTS:
         return (None, *range(aval.shape[-1]))
     return (None,)
@@ -142,7 +150,7 @@ def _of_constant(aval: Any, value: Any) -> Fact:
 
 
 def _of_value(value: np.ndarray[Any, Any]) -> Known:
-    """Return `Count` or `Same` for a constant array; None if neither fact holds."""
+    """Return `Count` or `Same` for a constant array; None if neither applies."""
     first, last = value.flat[0], value.flat[-1]
     if first == last and np.all(value == first):
         of_one_row = value.shape == (1,) and value.dtype.kind != "b" and value[0] == 0
@@ -168,7 +176,7 @@ def _fits(number: int, dtype: Any) -> bool:
 
 
 def _moved(eqn: JaxprEqn, known: Known) -> Known:
-    """Return the fact about a transpose, squeeze or reshape; `known` is the operand's fact."""
+    """Return the property of a transposed, squeezed or reshaped array; `known` is the operand's."""
     if not isinstance(known, Count):
         return known
     axis, name = known.axis, eqn.primitive.name
@@ -189,7 +197,7 @@ def _moved(eqn: JaxprEqn, known: Known) -> Known:
 
 
 def _ends(known: Count | Same) -> tuple[int, int]:
-    """Return the smallest and the largest entry of an array with this fact."""
+    """Return the smallest and the largest entry of an array with this property."""
     if isinstance(known, Count):
         return (0, known.size - 1)
     return (known.value, known.value)
@@ -276,7 +284,7 @@ _BY_ENTRY: Mapping[str, Callable[[JaxprEqn, Sequence[Known]], Known]] = {
 
 
 def _turn(fact: Fact) -> Fact:
-    """Convert the fact about a scanned array to that about the slice of one iteration."""
+    """Convert the properties of a scanned array to those of the slice in one iteration."""
     return _with_axes_moved(fact, -1)
 
 
@@ -295,7 +303,7 @@ def _with_axes_moved(fact: Fact, by: int) -> Fact:
 
 
 def _fitted(fact: Fact, aval: Any) -> Fact:
-    """Drop facts about entries that a slice of this type does not have."""
+    """Drop properties of components that a slice of this type does not have."""
     return fact[: len(_entries(aval))]
 
 

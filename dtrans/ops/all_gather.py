@@ -1,6 +1,8 @@
-"""All-gather: the arrays of all trainers on the axes `over`, concatenated along dimension `axis`.
+"""All-gather: the arrays of all trainers, concatenated along dimension `axis`.
 
-x... = all_gather x...   [name, over, size, axis]
+    x... = all_gather x...   [name, over, size, axis]
+
+`over` lists mesh axes, and `size` is the number of trainers along these axes.
 """
 
 from __future__ import annotations

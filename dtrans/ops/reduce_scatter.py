@@ -1,8 +1,9 @@
-"""Reduce-scatter: sum of the trainers' arrays over the axes `over`; each trainer gets a slice.
+"""Reduce-scatter: sum of all trainers' arrays; each trainer gets a slice of the sum.
 
     x... = reduce_scatter x...   [name, over, size, axis]
 
-Dimension `axis` is a multiple of `size`.
+`over` lists mesh axes, and `size` is the number of trainers along these axes. The arrays are sliced
+along dimension `axis`, which is a multiple of `size`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Index of a trainer on the axes `over`.
+"""Index of a trainer along the mesh axes `over`.
 
 i = trainer_index   [over]
 """

@@ -107,9 +107,8 @@ class CountFilterEntry:
     Before, servers drop the gradients of the row, and lookups return the row's initial value.
 
     Attributes:
-      count_filter: the number of the update that admits the row, counted over updates with a
-        gradient of the row. 0 and 1 admit each row at once. Paddle counts the lookups of a row
-        instead.
+      count_filter: the number of updates with a gradient of a row until servers store the row. With
+        0 or 1, the first lookup stores it. Paddle counts the lookups of a row instead.
 
     Raises:
       ConfigError: `count_filter` is not a number of updates.

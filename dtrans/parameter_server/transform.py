@@ -1,10 +1,10 @@
 """`dtrans.pserver`: rewrites a step into one program for each trainer and each server.
 
     trainer   forward and backward. After the equation that computes a gradient: `split_byref` (for
-    leaves of several blocks) and `send`. At the end: `send_barrier`, a `recv` for each parameter,
-    `fetch_barrier`, and `concat` for leaves of several blocks pserver   one `listen_and_serv`
-    equation. Its optimize blocks (updates of the server's parameters) sum the trainers' gradients,
-    and scale them by 1/trainers them by 1/trainers, and update the server's rows
+              leaves of several blocks) and `send`. At the end: `send_barrier`, a `recv` for each
+              parameter, `fetch_barrier`, and `concat` for leaves of several blocks
+    pserver   one `listen_and_serv` equation. It contains optimize blocks, which sum the trainers'
+              gradients, scale them by 1/trainers, and update the server's rows of parameters
 
 Asynchronous modes have no barriers, and an optimize block uses one trainer's gradient. It may
 correct the gradient for its delay (`dtrans.parameter_server.dc_asgd`). GEO-SGD has a different plan

@@ -123,10 +123,9 @@ class FlowPass:
         return flow
 
     def _begins(self, eqn: JaxprEqn) -> bool:
-        """Return True if rows start at this equation, although none of its operands has rows.
+        """Return True if an equation's outputs have rows of a parameter, although no operand has.
 
-        In this class, rows start only at inputs. A subclass may name further equations, such as a
-        lookup of rows.
+        In this class there is no such equation. A subclass may name some, such as lookups of rows.
         """
         return False
 
@@ -240,9 +239,9 @@ class FlowPass:
     def _note_branches(
         self, flow: Flow, which: Layout, outs: Sequence[Layout], branches: Sequence[Flow]
     ) -> None:
-        """Record in `flow` two results for a `cond` from the results for its branches.
+        """Record in `flow` the requirements of a `cond`: those of all its branches.
 
-        These are the parameters that one server must store in full, and `flow.crosses`.
+        A branch may require that one server stores parameters in full, or that servers communicate.
         `dtrans.rows.normalize` later splits a `cond` that combines values of several servers.
         """
         for inside in branches:

@@ -29,8 +29,8 @@ class Step:
       outs: layout of each output.
       reduce: if the equation reduces over rows, the operation that combines the results of servers,
         e.g. "sum"; else None.
-      params: takes the output types on the block; returns the jaxpr parameters of the equation that
-        change, e.g. `shape` of a broadcast.
+      params: takes the output types on the block; returns the changed parameters of the equation,
+        e.g. the `shape` of a broadcast.
       bodies: for a loop or branch, the `dtrans.rows.flow.Flow` of each body.
       ends: for a loop or branch, the layouts of each body's outputs.
     """

@@ -69,8 +69,8 @@ class PartBlocks:
 def divide_update(serve: JaxprEqn) -> tuple[PartBlocks, ...]:
     """Divide a server's update into parts that can run at different times.
 
-    The server calls this function when it starts. The result is empty if the update must run at
-    once. These updates must run at once:
+    The server calls this function when it starts. The result is empty if the update cannot be
+    divided. These updates cannot be divided:
 
     - An update with values that several blocks compute together, such as a norm of all gradients.
     - An update that reads arguments of the training step, such as a learning rate. The server first

@@ -217,16 +217,16 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
 
 
 def cosine_decay(learning_rate: float, step_each_generation: float, generations: float) -> Schedule:
-    """Return a cosine schedule, which is constant within a generation.
+    """Return a cosine schedule, which is constant within an epoch.
 
-        learning_rate · (cos(pi · generation / generations) + 1) / 2
+        learning_rate · (cos(pi · epoch / generations) + 1) / 2
 
     It is 0 after `generations`, and then rises again.
 
     Args:
-      learning_rate: the learning rate in the first generation.
-      step_each_generation: the number of steps in a generation.
-      generations: the number of generations until the learning rate is 0.
+      learning_rate: the learning rate in the first epoch.
+      step_each_generation: the number of steps in an epoch (Paddle's `step_each_epoch`).
+      generations: the number of epochs until the learning rate is 0 (Paddle's `epochs`).
 
     Returns:
       A schedule.
@@ -249,8 +249,8 @@ def cosine_decay(learning_rate: float, step_each_generation: float, generations:
 def step_decay(learning_rate: float, step_size: int, decay_rate: float = 0.1) -> Schedule:
     """Return a step decay: `learning_rate · decay_rate^floor(step / step_size)`.
 
-    Paddle counts calls of the method `generation`, but here steps are updates: multiply `step_size`
-    by the number of updates in a generation.
+    Paddle counts calls of the method `epoch`, but here steps are updates: multiply `step_size` by
+    the number of updates in an epoch.
 
     Args:
       learning_rate: the learning rate in the first step.
@@ -276,8 +276,8 @@ def multi_step_decay(
 ) -> Schedule:
     """Return a schedule that decays by a factor at each milestone.
 
-    Paddle counts calls of the method `generation`, but here steps are updates: multiply milestones
-    by the number of updates in a generation.
+    Paddle counts calls of the method `epoch`, but here steps are updates: multiply milestones by
+    the number of updates in an epoch.
 
     Args:
       learning_rate: the learning rate in the first step.
