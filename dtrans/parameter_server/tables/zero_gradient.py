@@ -101,7 +101,8 @@ class ZeroGradient:
     Attributes:
       changes: names of the arrays that change in this row: the parameter, or optimizer state.
       reduction_over_rows: description of a reduction over all rows, if this row changes its result;
-        otherwise empty. (It does not change the norm of gradients, for example.)
+        otherwise empty. (A norm of gradients does not change, for example, because the row's
+        gradient is zero.)
       index_dependence: description of an equation that computes a row's value from the row's index;
         empty if there is none.
       state: names of the arrays of the optimizer state that have a row for each row of the
