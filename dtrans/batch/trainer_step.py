@@ -101,8 +101,8 @@ class TrainerStep:
         are concatenated.
       exchanged: the collectives of the program, except reductions of gradients and results.
       gathers: records of the sharded values that are gathered, with reasons.
-      scaled: values that are another value divided by a power of the number of trainers: v -> (w,
-        k) for v = w / trainers**k.
+      scaled: records the values that are another value divided by a power of the number of
+        trainers. `scaled[v]` is (w, k) if v = w / trainers**k.
       local: True if some equations are inside `dtrans.local`.
       takes_index: True if the last argument of the program is the trainer's index.
       sliced: maps a replicated input to its row dimension, if each trainer reads only its own rows.

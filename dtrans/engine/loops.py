@@ -54,8 +54,8 @@ class WrittenBody:
       gathers: notes about values that the body gathers.
       sliced: maps the index of a replicated input to a sharded layout, if the body reads the input
         only in this layout. The input is then sharded before the loop.
-      scaled: values that are another value divided by a power of the number of shards: v -> (w, k)
-        for v = w / shards**k.
+      scaled: records the values that are another value divided by a power of the number of shards.
+        `scaled[v]` is (w, k) if v = w / shards**k.
       takes_index: True if the first input is the shard's index.
     """
 

@@ -55,8 +55,9 @@ class RowMoves:
     Attributes:
       operands: layout in which each operand is read.
       outs: layout of each output.
-      params: (output types on a shard) -> changed parameters of the equation. The equation runs on
-        pieces with these parameters, before the moves. None if the moves replace the equation.
+      params: function of the output types on a shard, which returns changed parameters of the
+        equation. The equation runs on pieces with these parameters, before the moves. None if the
+        moves replace the equation.
       moves: the move of each output.
     """
 

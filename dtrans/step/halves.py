@@ -628,8 +628,8 @@ class _StepDivider:
     ) -> tuple[UpdateProgram, set[str], list[int]]:
         """Extract the update of the step, and record the values of the forward pass that it reads.
 
-        This method sets `across` or `argument_need` if the update reads more than gradients,
-        parameters and state.
+        If the update reads more than gradients, parameters and state, this method sets `across` or
+        `argument_need` (see `DividedStep`).
 
         Args:
           gradients: the gradient of each parameter.
@@ -748,7 +748,8 @@ class _StepDivider:
     ) -> None:
         """Find optimizer state, and results of the update, that the forward or backward pass reads.
 
-        This method sets `state_read`, and sets `across` if one process must run both halves.
+        This method sets `state_read`. It sets `across` if one process must run both the forward
+        pass and the update (see `DividedStep`).
 
         Args:
           gradients: the gradient of each parameter.

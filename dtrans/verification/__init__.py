@@ -32,7 +32,7 @@ JAX in the field.
     outcome           report of a verification
     user_shard_map    `dtrans.verify`, for steps that users wrote with `shard_map`
     relations         text that compares a wrong value with the right value
-    repairs           search for the collective at fault, by changes of one collective
+    repairs           search for the collective at fault, by trial changes of collectives
 
 `dtrans.run.verified` traces the step of a job as `job.step` runs it. docs/verify.md explains what a
 report proves.

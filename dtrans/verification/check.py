@@ -144,7 +144,7 @@ class Comparison:
     def _check(
         self, title: str, start: Mapping[str, Any] | None, points: Sequence[int], seed: int
     ) -> Report:
-        """Compare the job's step at random points, without the steps of other processes."""
+        """Compare the job's step at random points, without the further traces of this step."""
         begun = time.monotonic()
         found = Findings(unevaluated=dict.fromkeys(self.traced.unevaluated))
         with np.errstate(all="ignore"):

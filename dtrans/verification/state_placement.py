@@ -52,8 +52,8 @@ class TracedStep:
       steps_per_replay: number of steps in a replay; 1 if there is no replay.
       rows: number of rows of the smallest embedding table, an upper bound of row ids; 0 without
         tables.
-      other_steps: steps of the same plan in other processes, which must also equal the one-device
-        step.
+      other_steps: further traces of the same step, which must also equal the one-device step. An
+        example is a step in which servers update table rows late.
       equal_parts: for some batch arrays, a pair: the dimension of the rows, and a number of parts.
         The comparison then uses batches in which all parts are equal. A mean over one part then
         equals the mean over the full batch.

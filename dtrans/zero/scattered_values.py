@@ -68,8 +68,8 @@ class ScatteredValues:
     def ends_of(self, v: Var, makers: Mapping[Var, tuple[int, JaxprEqn]]) -> tuple[int, bool]:
         """Find the values that must be reduce-scattered so that ranks get slices of `v`.
 
-        The caller uses the result to decide if slices of `v` save memory: they do if these values
-        are smaller than `v`, or in loops.
+        The caller uses the result to decide if slices of `v` save memory. They do if these values
+        are smaller than `v`, or if loops compute them layer by layer.
 
         Args:
           v: the value.
