@@ -152,7 +152,7 @@ class Costs(tuple[RoleCost, ...]):
 
     @property
     def notes(self) -> list[str]:
-        """Lines about the slowest role, if speeds are known, and about the busiest link."""
+        """Sentences for the user: about the busiest link, and about the slowest role."""
         notes, slowest = [], self.slowest
         if slowest is not None:
             times = [_operation_time(cost) for cost in self if cost.speed is not None]

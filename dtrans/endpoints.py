@@ -72,17 +72,17 @@ def parse_endpoints(endpoints: str | Sequence[str], role: str = "pserver") -> tu
 
 
 def parse_host_slots(text: str, where: str) -> list[tuple[str, int | None]]:
-    """Parse a list of hosts and their slots (largest numbers of roles), such as `gpu1:2,gpu2`.
+    """Parse a list of hosts, such as `gpu1:2,gpu2`; the number is the most roles on the host.
 
     Args:
       text: the list.
       where: name of the user's option or environment variable, for errors.
 
     Returns:
-      For each host, its name and its number of slots; the number is None if the text has none.
+      For each host, its name and its largest number of roles (slots); None without a number.
 
     Raises:
-      ConfigError: the slots of a host are not a number.
+      ConfigError: the text after the colon is not a number.
     """
     hosts: list[tuple[str, int | None]] = []
     for item in text.split(","):

@@ -122,7 +122,7 @@ class PeerError(DtransError, RuntimeError):
 
 
 class LostPeerError(PeerError):
-    """Error: the connection to another role has ended, or the process of this role has ended.
+    """Error: another role was lost: its process has ended, or the connection to it.
 
     In a job that writes snapshots (`job.serve(state, snapshots=10)`), the
     launcher starts the other role again.

@@ -532,7 +532,7 @@ class Job(StateFunctions):
 
     @property
     def first_step(self) -> int:
-        """Number of the step that the job runs next, as the parameter servers count steps.
+        """Number of the step that the job runs next, in the parameter servers' count.
 
         After a restart, a trainer reads this number to skip batches that the servers have already
         applied. The number is always 0 in jobs without parameter servers.

@@ -271,8 +271,8 @@ class Plan(abc.ABC):
             `transport_encryption`.
 
         Raises:
-          ConfigError: this process is not connected to the others, the plan needs another number of
-            processes, or `donate` is False for a server.
+          ConfigError: this process is not connected to the others. Or the plan needs another number
+            of processes, or `donate` is False for a server.
         """
         return self._run_as("cluster", donate=donate, **options)
 

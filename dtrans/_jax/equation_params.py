@@ -140,7 +140,7 @@ def scan_iterations(length: int) -> dict[str, Any]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return the numbers of constants and of carried operands of a `scan`.
+    """Return two numbers of a `scan`: its constants, and its carried operands.
 
     All other operands are scanned.
     """
@@ -161,7 +161,7 @@ def closed_over(eqn: JaxprEqn) -> int:
 
 
 def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
-    """Return the parameters of an equation other than its bodies, to compare two equations.
+    """Return an equation's parameters without its bodies, to compare two equations.
 
     Two equal scans may have different operand pytrees. So the numbers of constants and of carried
     operands replace these pytrees.

@@ -178,7 +178,7 @@ def lowered_jaxpr(fn: Callable[..., Any], *args: Any) -> ClosedJaxpr:
 
 
 def named_in_errors(wrapper: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Make JAX's errors name `fn`, its line and its arguments while JAX traces `wrapper`.
+    """Return `wrapper` with the name, line and signature of `fn`, which JAX shows in errors.
 
     dtrans often traces a wrapper around the user's function. Without this, errors would name the
     wrapper. The wrapper must take the positional arguments of `fn`.

@@ -337,7 +337,7 @@ def scaling_operands(eqn: JaxprEqn) -> list[tuple[int, ...]]:
 
 
 def moved_operands(eqn: JaxprEqn, out: int = 0) -> tuple[int, ...]:
-    """Return the operands from which an output copies its entries; () if it also has new entries.
+    """Return the operands from which an output copies its entries; () if it computes entries.
 
     For a concatenation, these are all operands. For a sum, the result is ().
 
@@ -412,7 +412,7 @@ def _positions(group: Operands, eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def is_known(eqn: JaxprEqn) -> bool:
-    """Return True if dtrans has a record of a primitive, or the primitive belongs to dtrans."""
+    """Return True if dtrans knows the properties of an equation's primitive."""
     return eqn.primitive.name in FACTS or eqn.primitive in DTRANS_PRIMITIVES
 
 

@@ -74,7 +74,7 @@ def without_mesh(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def plain_type(x: Any) -> Any:
-    """Return the type of an array without its placement; other values are returned unchanged."""
+    """Return an array's type without mesh and sharding; return other values unchanged."""
     if isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not is_traced(x)):
         return jax.ShapeDtypeStruct(
             x.shape, x.dtype, weak_type=bool(getattr(x, "weak_type", False))

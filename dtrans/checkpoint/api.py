@@ -191,8 +191,8 @@ def check(path: Folder, job: Job) -> None:
       path, job: as in `save`.
 
     Raises:
-      ConfigError: the path contains a complete checkpoint or pieces that may belong to this run, is
-        not a folder, or cannot be written. Also raised if the plan's state cannot be saved, or
+      ConfigError: the path is not a folder, or cannot be written. Or it contains a complete
+        checkpoint, or pieces that may belong to this run. Or the plan's state cannot be saved, or
         orbax is not installed.
 
     Example:
@@ -230,7 +230,10 @@ def _layout(
 
 
 def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
-    """Return the pieces (subfolders) of a job's checkpoint; and this process's roles that write."""
+    """Return the pieces (subfolders) of a job's checkpoint, and the savers in this process.
+
+    A saver is a server, trainer or rank that writes a piece.
+    """
     plan = job.plan
     savers: list[str] = []
     if isinstance(plan, PServerPlan):
@@ -580,7 +583,7 @@ def _trainer_params(path: Folder, plan: PServerPlan) -> Any:
 
 
 def restore_trainer(path: Folder, plan: PServerPlan, params: Any) -> Any:
-    """Restore the leaves that no server stores; return a trainer's parameters, which contain them.
+    """Return a trainer's parameters, with restored values of the leaves that no server stores.
 
     These leaves are `plan.frozen`. All other leaves are returned unchanged, since the trainer
     receives them from the servers.

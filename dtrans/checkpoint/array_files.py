@@ -111,7 +111,7 @@ def _read(path: Path, checksum: int | None) -> np.ndarray:
 
 
 def _checksum(header: bytes, data: np.ndarray) -> int:
-    """Return a checksum of an array's file: the CRC-32 of its header, and of sums over its data.
+    """Return a checksum of a file: the CRC-32 of its header and of sums over the array's data.
 
     The CRC-32 of all data would double the processor time of a snapshot of a running server. Each
     sum has 64 bits, so every change of one byte changes the result.
@@ -123,7 +123,7 @@ def _checksum(header: bytes, data: np.ndarray) -> int:
 
 @contextlib.contextmanager
 def read_errors(content: str, remedy: str = "") -> Iterator[None]:
-    """Convert errors of readers of arrays and of the disk to StateErrors.
+    """Convert errors of a `with` block that reads files of arrays to StateErrors.
 
     An unreadable file may be undamaged, if its permissions or its disk are the cause.
 

@@ -1,10 +1,10 @@
 """Assembly of a slice of an array from other slices, with other boundaries.
 
 A job may continue with another number of servers than the job that saved the checkpoint. So its
-slices overlap several saved slices. A slice covers a *box* of the full array: along each dimension
-a range of indices, or the rows in some buckets (`dtrans.rows.row_buckets`). The result is filled
-from the intersections of its box with the boxes of the other slices. Slices with the same box must
-be equal.
+slices overlap several saved slices. A slice covers a *box* of the full array. Along each dimension,
+the box has a range of indices. Along dimension 0, it may have the rows of some buckets instead
+(`dtrans.rows.row_buckets`). The result is filled from the intersections of its box with the boxes
+of the other slices. Slices with the same box must be equal.
 
 Results are NumPy arrays; random keys are represented by their key data.
 """

@@ -310,7 +310,7 @@ Part = tuple[tuple[int, int, int], ...]
 
 
 def _device_parts(job: SavedJob, name: str, aval: Any) -> dict[Any, Part]:
-    """Return the part of an array that each device of this process has (dict by device).
+    """Map each device of this process to the part of an array that the device stores.
 
     The device None is JAX's default device.
     """

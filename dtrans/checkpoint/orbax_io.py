@@ -445,7 +445,7 @@ def write(
     steps_may_differ: bool = False,
     serving: bool = False,
 ) -> None:
-    """Write the arrays of one role (a piece), unless a piece of the same run and step exists.
+    """Write one role's arrays (a piece of a checkpoint), unless this run has written them already.
 
     If a failed trainer is dropped, the job goes back to an earlier step, and begins a new run.
     Pieces that the old run wrote for later steps are then replaced.
@@ -579,14 +579,14 @@ def _checksum_of(about: Mapping[str, Any]) -> int:
 
 
 def _unfinished(place: Path) -> Path:
-    """Return the temporary name of a checkpoint's piece; orbax uses the same name."""
+    """Return the name of a piece during its write; orbax uses the same temporary name."""
     return place.with_name(f"{place.name}.orbax-checkpoint-tmp")
 
 
 def _with_tables(
     folder: Path, tables: Sequence[TableRows], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the rows of tables to a piece; return its description, extended by the tables."""
+    """Write the rows of tables to a piece; return the piece's description with the tables added."""
     if not tables:
         return dict(about)
     return {**about, "format": FORMAT_TABLES, "tables": write_tables(folder / "rows", tables)}
@@ -813,7 +813,7 @@ def _is_complete(
 
 
 def _read_or_torn(piece: Path) -> dict[str, Any] | None:
-    """Return the description of a piece; None if a crash of the host made it unreadable."""
+    """Return the description of a piece; None if it is unreadable after a crash of the host."""
     try:
         return _read_about(piece)
     except StateError as e:

@@ -2,8 +2,8 @@
 
 A row of a table exists after its first lookup; all other rows have the values of the init. In a
 saved or restored state, a placeholder (`ArrayLike`) replaces each array of a table. The placeholder
-refers to a `TableRows`, which reads the existing rows of the table and of its optimizer state, some
-at a time. The init generates all other rows. A checkpoint contains the existing rows only.
+refers to a `TableRows`, which reads the existing rows of the table and of its optimizer state in
+segments. The init generates all other rows. A checkpoint contains the existing rows only.
 Converting an `ArrayLike` to an array generates all rows.
 
     saving a running server   a snapshot (`dtrans.run.parameter_server.tables.row_snapshot`)

@@ -80,7 +80,7 @@ class SavedBlock:
                 yield RowSegment(file["ids"], file["changed"], _read(file, columns))
 
     def first(self, columns: Mapping[int, Any]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return some row ids and their initial rows, from the file `first.npz`.
+        """Return the ids and initial values of some rows, from the file `first.npz`.
 
         A restore generates the same rows, and compares them, to check that the init is unchanged.
         `columns` selects the arrays.

@@ -290,8 +290,8 @@ def _trace_full_batch(
 def _find_row_counts(step: DividedStep, full_step: Program) -> dict[Var, int]:
     """Find the values of a step that depend on the number of rows, but not on the contents of rows.
 
-    The function compares each equation of a trainer's step with the same equation of the full step:
-    a constant such as `len(x)` differs. If the two steps have different equations, the result is
+    The function compares each equation of a trainer's step with the same equation of the full step.
+    A constant such as `len(x)` differs. If the two steps have different equations, the result is
     empty. The result maps each found variable to 1.
     """
     here, there = step.program.eqns, inline_calls(full_step.jaxpr).jaxpr.eqns

@@ -347,8 +347,8 @@ class CollectivePlan(Plan):
 def _full_arrays(plan: CollectivePlan) -> Iterator[str]:
     """Yield a note for each batch array that every trainer gets in full for `dtrans.split` layers.
 
-    This happens if trainers divide the parameters of these layers, and only these layers read the
-    array.
+    Trainers divide the parameters of these layers. A trainer gets an array in full if only these
+    layers read it.
     """
     if not plan.options.colocated or plan.shared is None:
         return

@@ -56,7 +56,7 @@ def take_inputs(
 
 
 def fold_keys(b: Builder, keys: Mapping[Var, Var], options: Options) -> None:
-    """Write equations that give each trainer its own random keys, by folding in its index.
+    """Write equations that fold the index of the trainer into random keys.
 
     Args:
       b: the builder of the program.

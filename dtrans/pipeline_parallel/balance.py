@@ -191,7 +191,7 @@ def _extreme(units: int, parts: int, cost: PartCost, best: Any, worst: Any, none
 
 
 def _best(units: int, parts: int, fits: PartCost, *keys: PartCost) -> tuple[int, ...]:
-    """Return the first unit of each part in the best division that has only allowed parts.
+    """Find the best division into allowed parts; return the first unit of each part.
 
     The best division has the least sum of the first key over its parts. Among equal divisions, the
     sum of the next key decides.
@@ -230,9 +230,9 @@ def partition_balance(weights: Sequence[int], parts: int) -> tuple[int, ...]:
     """Balance op counts by EPL's rule: fill the parts in order, each up to the same size.
 
     The size is the least size for which `parts` parts suffice. There are two differences from EPL
-    (epl/parallel/partitioner.py, `partition_balance`). If the remaining units are only as many as
-    the remaining parts, the current part ends; EPL would return fewer parts than requested. EPL
-    also scales the weights and rounds them to 0..100.
+    (epl/parallel/partitioner.py, `partition_balance`). When only as many units as parts remain, the
+    current part ends. EPL would return fewer parts than requested. EPL also scales the weights and
+    rounds them to 0..100.
 
     Raises:
       ConfigError: there are fewer units than parts, or a weight is negative.

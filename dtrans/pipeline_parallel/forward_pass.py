@@ -58,8 +58,7 @@ class ForwardPass(HoldsJaxpr):
         loss, followed by `results`.
       parameter_of_input: maps an input of `jaxpr` to a parameter. The derivative with respect to
         this input is the parameter's gradient.
-      sources: maps an input of `jaxpr` to its value in the step: an input of the step, or an output
-        of the prelude.
+      sources: maps an input of `jaxpr` to an input of the step, or to an output of the prelude.
       prelude: the equations that the step runs before the loss function, to compute the values of
         `sources`.
       loss: the value to differentiate.

@@ -181,7 +181,7 @@ def check_tasks(
 def topological_order(
     name: str, orders: Sequence[Sequence[Task]], num_model_stages: int
 ) -> tuple[Task, ...]:
-    """Return the tasks of all devices in one sequence, each task after those that it waits for.
+    """Return the tasks of all devices in one sequence, in which each task follows its dependencies.
 
     Raises:
       ConfigError: the orders deadlock.

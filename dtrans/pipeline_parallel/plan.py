@@ -98,7 +98,7 @@ class PipelinePlan(Plan):
       model: the model, divided into stages.
       step_programs: the programs of each stage, for a micro-batch of the traced batch.
       update: the update, which computes new parameters from sums of gradients.
-      shared: the step of a micro-batch with which the job computes the same results as one device
+      shared: the step of a micro-batch for `batch="exact"`; its results equal those of one device
         on the full batch. None with `batch="micro"`.
       values: the program for values of the full batch that each micro-batch needs, such as the
         number of valid tokens. It runs before the micro-batches. None if they need no such values.
@@ -255,7 +255,7 @@ class PipelinePlan(Plan):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Summary of each stage: the stage's work, its state, and the bytes that it sends."""
+        """Summary of each stage: operations, stored parameters, and sent bytes."""
         found = []
         for s in self.step_programs.stages:
             types = {**s.forward.inputs, **s.forward.outputs}

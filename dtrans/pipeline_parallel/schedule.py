@@ -1,8 +1,9 @@
 """Schedules of a pipeline: the order in which each device runs its tasks.
 
 A step sends `num_micro_batch` micro-batches through the model stages. A task is the forward pass
-(F) or the backward pass (B) of one micro-batch at one stage. If a schedule splits the backward
-pass, B computes the cotangents of inputs, and a third task (W) computes the gradients of weights.
+(F) or the backward pass (B) of one micro-batch at one stage. Some schedules split the backward
+pass. B then computes the cotangents of inputs, and a third task (W) computes the gradients of
+weights.
 
 The dependencies between tasks are the same in all schedules (`Schedule.needs`), so the orders
 define a schedule completely. The number of micro-batches in flight depends on the orders only.

@@ -48,7 +48,7 @@ class StageSharding:
     state: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def without_conflicts(self, slices: Mapping[str, Sliced]) -> StageSharding:
-        """Return a copy without those arrays that replicas already slice along the same dimension.
+        """Return a copy without the arrays that replicas already slice along the sharded dimension.
 
         An array cannot be divided twice along one dimension.
 
@@ -298,7 +298,7 @@ class _UpdateSplitter:
         self.complete[v] = self._copy(v, v, stage, {0: self.dims[v]}, None), stage
 
     def _take_piece(self, v: Var, dim: int, stage: int) -> Var:
-        """Add equations by which each shard of a stage takes its piece of a complete value."""
+        """Add equations with which each shard of a stage slices its piece from a full value."""
         piece = self._copy(v, self._read(v, stage), stage, {}, dim)
         self.dims[piece] = dim
         return piece

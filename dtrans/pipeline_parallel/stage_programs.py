@@ -114,7 +114,7 @@ def program_of(
 
 
 def with_jaxpr(p: Program, jaxpr: ClosedJaxpr) -> Program:
-    """Return a copy of a stage's program with another jaxpr; its inputs have the same order."""
+    """Return a copy of a stage's program with another jaxpr, and inputs in the same order."""
     return program_of(p.name, jaxpr, p.in_names, p.out_names, p.roles[0] if p.roles else FORWARD)
 
 

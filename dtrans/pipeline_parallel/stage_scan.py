@@ -93,8 +93,8 @@ def loops_of(forward: ForwardPass) -> list[int]:
 def split_iterations(forward: ForwardPass) -> ScanSplits:
     """Return the division of each scan over layers into scans of one layer each.
 
-    A scan of two layers has the division (0, 1, 2): its parts begin at layers 0 and 1, and end at
-    2.
+    A division lists the first layer of each part, then the number of layers. A scan of two layers
+    has the division (0, 1, 2).
     """
     lengths = [scan_length(forward.eqns[i]) for i in loops_of(forward)]
     return tuple(tuple(range(length + 1)) for length in lengths)
@@ -104,8 +104,8 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
     """Split each scan over layers into several scans of consecutive iterations.
 
     Returns:
-      The new forward pass; and the origin of each new equation: a pair (index of the original
-      equation, index of the part). The part is 0 for an equation that is not split.
+      The new forward pass, and the origins of its equations. An origin is a pair (index of the
+      original equation, index of the part). The part is 0 for an equation that is not split.
     """
     if not splits:
         return forward, [(i, 0) for i in range(len(forward.eqns))]
@@ -126,7 +126,9 @@ def split_scans(forward: ForwardPass, splits: ScanSplits) -> tuple[ForwardPass, 
 
 
 def write_parts(b: Builder, eqn: JaxprEqn, bounds: Sequence[int]) -> Iterator[int]:
-    """Write a scan as several scans; after the equations of each part, yield the part's index.
+    """Write a scan as several scans, each with consecutive iterations (a part of the scan).
+
+    The generator yields the index of a part after it has written the equations of the part.
 
     Args:
       b: the builder to write to.

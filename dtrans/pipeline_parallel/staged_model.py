@@ -84,8 +84,8 @@ class StagedModel:
           planned: shape and dtype of each input in the plan, by name.
 
         Raises:
-          BatchError: the number of rows is not a multiple of micro-batches times replicas, or the
-            loss function has different equations for this batch.
+          BatchError: the number of rows is not a multiple of num_micro_batch * replicas. Or the
+            loss function has other equations for this batch.
         """
         key = tuple((t.shape, t.dtype) for t in types)
         if key not in self._known:

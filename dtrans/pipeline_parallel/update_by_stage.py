@@ -106,7 +106,7 @@ def place(
 
 
 def grouped(placed: PlacedUpdate, group: Mapping[str, int]) -> PlacedUpdate:
-    """Split the pieces of an update by groups of outputs, so that groups run one after the other.
+    """Split the pieces of an update, so that one group of outputs is computed after the other.
 
     This lowers the peak memory of a stage. The last group runs first.
 
@@ -208,10 +208,10 @@ class _Placer:
         self.wanted: dict[int, dict[int, list[int]]] = {}  # level -> place -> equations
 
     def _larger(self, eqn: JaxprEqn) -> bool:
-        """Return True if an equation reads more bytes from one stage than from the hub.
+        """Return True if an equation reads more bytes of another stage than of the hub.
 
-        The hub is the last stage, which computes values from several stages. The equation runs on
-        the stage for which fewer bytes must be sent.
+        The hub is the last stage, which computes values from several stages. The equation then runs
+        on the other stage, so that fewer bytes are sent.
         """
         size = {True: 0, False: 0}
         for a in variables(eqn.invars):
@@ -295,9 +295,9 @@ class _Placer:
             stack.pop()
 
     def _piece(self, p: int, which: Sequence[int], ends: set[tuple[Var, int]]) -> StagePart:
-        """Return a piece of the update; its outputs are the values that others need.
+        """Return a piece of the update, with the outputs that other pieces or stages read.
 
-        Other pieces or stages read them.
+
 
         Args:
           p: the index of the stage that runs the piece.

@@ -89,8 +89,8 @@ def axes_and_reads(
 ) -> tuple[dict[int, int], dict[int, str]]:
     """Return the result of `default_axes`, and the parameters that `dtrans.split` scopes read.
 
-    The second dict maps the index of such a parameter to the name of the first primitive that
-    computes with it. A caller lists these parameters in errors if no rule shards them.
+    The second dict maps a parameter's index to the first primitive that computes with it. A caller
+    lists these parameters in errors if no rule shards them.
     """
     flat = eliminate_dead(inline_calls(jaxpr))
     chooser = _AxisChooser(

@@ -54,7 +54,7 @@ class ModelState:
         return {n: self.sliced[n].axis for n in self.params}
 
     def without_conflicts(self, dims: Mapping[str, int]) -> ModelState:
-        """Return a copy without the arrays that another mesh axis shards along the same dimension.
+        """Return a copy without arrays that another mesh axis shards along the same dimension.
 
         Args:
           dims: maps each array to the dimension that the other axis shards.
@@ -86,7 +86,7 @@ def shard_state(step: DividedStep, axis: str, size: int) -> ModelState:
       size: number of its devices.
 
     Raises:
-      ConfigError: a scope has another number of devices, the scopes read no parameter that can be
+      ConfigError: a scope has another number of devices. Or no parameter of the scopes can be
         sharded, or the step has `dtrans.local` scopes.
     """
     program = step.program

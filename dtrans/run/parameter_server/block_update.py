@@ -269,7 +269,7 @@ class BlockUpdates:
 
 
 def _pick(names: Collection[str], *sources: State) -> dict[str, Any]:
-    """Return some arrays by name, each from the first dict that contains it.
+    """Look up arrays by name in several dicts; the first dict with a name counts.
 
     Args:
       names: names of the arrays.

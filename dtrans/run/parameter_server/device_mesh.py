@@ -104,17 +104,17 @@ class DeviceMesh:
         return _cut(self._devices, self._program, rules, spread, **options)
 
     def place(self, names: Sequence[str], arrays: Sequence[Any]) -> list[Any]:
-        """Put inputs or outputs of the trainer's program on the devices; shard some of them.
+        """Put arrays on the devices, with the shardings that the trainer's program uses.
 
         Args:
-          names: the names of the inputs or outputs.
+          names: for each array, the name of an input or output of the program.
           arrays: the full arrays.
         """
         return place_arrays(names, arrays, self._program.dims, self._mesh)
 
 
 def check_devices(devices: TrainerDevices | None) -> None:
-    """Raise ConfigError if this process has too few devices for a trainer with these devices."""
+    """Raise ConfigError if this process has fewer devices than a trainer needs."""
     if devices is None or jax.local_device_count() >= devices.count:
         return
     remedy = "pass a smaller mesh to dtrans.pserver"

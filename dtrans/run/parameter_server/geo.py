@@ -308,7 +308,10 @@ class GeoTrainer:
 def _blocks_at(
     endpoints: Collection[str], leaf: Leaf, array: np.ndarray
 ) -> list[tuple[Leaf, np.ndarray]]:
-    """Return an array's blocks (rows) for some servers, each with its server and name."""
+    """Cut an array into blocks (rows), one for each server; return those of the given servers.
+
+    The result has pairs (server and name of the block, the block).
+    """
     found = []
     for endpoint, name, rows in leaf.blocks(array):
         if endpoint in endpoints:

@@ -310,7 +310,7 @@ class MeshTrainerPrograms:
         return merge if kind == "stacked" else None
 
     def results(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Merge the results of a step over trainers; return them in their pytree structure.
+        """Merge the results of a step over trainers, and return them as the step does.
 
         Args:
           values: the program's outputs without the state, by name.

@@ -648,7 +648,7 @@ class _OrderedTrainer:
     # -- GEO-SGD ---------------------------------------------------------------------------------
 
     def rows_over(self) -> dict[str, Any]:
-        """Return tables and their optimizer state with all rows, from this trainer's rows.
+        """Return full tables and their optimizer state, with the rows that this trainer stores.
 
         `plan.verify()` compares full arrays. Rows that the trainer does not store are zero, and
         have the initial optimizer state.

@@ -56,7 +56,7 @@ class ServerReplicas:
         self.replication = Replication(backups[endpoint], primaries)
 
     def new_replica(self, endpoint: str, state: Mapping[str, np.ndarray], step: int) -> SyncUpdate:
-        """Create the copy of another server's state, from the arrays that this server has sent.
+        """Create a copy of another server's state, from the arrays that the other server has sent.
 
         Args:
           endpoint: endpoint of the other server.

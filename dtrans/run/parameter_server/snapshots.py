@@ -111,7 +111,7 @@ class ServerSnapshots:
         return server_names(self.plan)[list(self.plan.servers).index(self.endpoint)]
 
     def of_lost(self, endpoint: str, generation: int) -> ServerSnapshots:
-        """Return a writer for snapshots of a failed server, from this server's copy of its state.
+        """Return a writer with which this server writes a failed server's snapshot from its copy.
 
         Args:
           endpoint: endpoint of the failed server.
@@ -238,7 +238,7 @@ class ServerSnapshots:
         *,
         is_early: bool = False,
     ) -> None:
-        """Write this server's piece of a snapshot, and remove its pieces of old snapshots.
+        """Write this server's files of a snapshot, and remove its files of old snapshots.
 
         The thread that writes checkpoints calls this method. If the piece cannot be written, the
         job continues with its earlier snapshots, and logs a warning. The method does nothing if a

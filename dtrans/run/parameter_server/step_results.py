@@ -129,7 +129,7 @@ def _drop_padding(x: Any, axis: int, shares: Sequence[int]) -> Any:
 
 
 def _check_parts(sizes: Sequence[Sequence[int]], shares: Sequence[int]) -> None:
-    """Raise BatchError if trainers used parts of other sizes than expected.
+    """Raise BatchError if trainers passed parts of the batch with unexpected sizes.
 
     Args:
       sizes: two numbers that each trainer reports: the rows of the global batch, and the rows of

@@ -215,7 +215,7 @@ class SyncUpdate:
     def update_part(
         self, number: int, grads: Mapping[str, Any], present: frozenset[int], step: int
     ) -> Mapping[str, Any]:
-        """Run one part of the update when its gradients have arrived, before `begin` runs others.
+        """Run one part of the update early; `begin` runs the remaining parts later.
 
         Args:
           number: index of the part.
@@ -232,7 +232,7 @@ class SyncUpdate:
         return self._by_parts.run(number, grads, present, self.state, self._unused)
 
     def _compile(self, present: frozenset[int], sizes: Mapping[str, int]) -> CompiledUpdate:
-        """Return the compiled update for some trainers and some numbers of table rows.
+        """Return the compiled update for the present trainers, and for these numbers of table rows.
 
         The first call with the same arguments compiles the update.
 

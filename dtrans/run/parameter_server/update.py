@@ -207,12 +207,12 @@ class ServerUpdate:
         return dataclasses.replace(self, eqn=self.eqn.params["tables"].sized(sizes))
 
     def sent_by(self, present: Collection[int]) -> ServerUpdate:
-        """Return the update with the gradients of only some trainers, because others have left.
+        """Return the update for the gradients of the remaining trainers, after others have left.
 
         The update divides the sum of gradients by the number of these trainers.
 
         Args:
-          present: ids of the trainers.
+          present: ids of the remaining trainers.
         """
         blocks = tuple(sent_by(block, present) for block in self.blocks)
         return dataclasses.replace(

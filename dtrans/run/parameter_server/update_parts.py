@@ -25,7 +25,7 @@ from dtrans.slicing.divide_update import PartBlocks, divide_update
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartUpdate:
-    """One part of a server's update, which can run before other gradients have arrived.
+    """One part of a server's update, which can run as soon as its gradients have arrived.
 
     Attributes:
       part: the gradients, parameters and rows that the part reads and writes.

@@ -272,13 +272,15 @@ class ConnectedProcesses(OneProcess):
                     )
 
     def _receive_part(self, origin: int, key: int, name: str, mine: Any) -> Any:
-        """Return process `origin`'s part of an array of the batch.
+        """Receive another process's part of a batch array.
+
+        Return `mine` if `origin` is this process.
 
         Args:
-          origin: the process.
+          origin: the process that sends its part.
           key: the key of the message.
           name: the name of the array.
-          mine: this process's part of the array.
+          mine: this process's part of the array. The received part must have the same shape.
         """
         if origin == self.me:
             return mine

@@ -207,7 +207,7 @@ class PipelineJob(Job):
         return found
 
     def scheduled(self, name: str) -> PipelineJob:
-        """Return a job with another schedule, which reuses the compiled programs of this job.
+        """Return a job with another schedule and the same compiled programs.
 
         Raises:
           ConfigError: the schedule is unknown, or the job has several processes. Or the schedule

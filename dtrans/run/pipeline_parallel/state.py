@@ -65,7 +65,7 @@ class StateLayout:
 
     @cached_property
     def _entries(self) -> list[tuple[str, str, tuple[int, str]]]:
-        """Position of each array of this process in a `PipelineState`, and its key in `arrays`.
+        """For each array of this process: position in a `PipelineState`, and key in `arrays`.
 
         An entry is (field, key in the field, (place, name)), such as ("params", "params/w", (0,
         "params/w")). The place is the index of the stored copy.

@@ -179,7 +179,7 @@ class _Group:
         return np.zeros(most, np.int32), np.zeros((most, self._size), np.int32)
 
     def initialize(self, tables: Sequence[tuple[RowMaker, np.ndarray]]) -> list[list[np.ndarray]]:
-        """Return initial rows of each table, and of each array of its state.
+        """Return, for each table, its initial rows and those of each array of its optimizer state.
 
         Args:
           tables: the initializer of each table, and the ids of its new rows.

@@ -166,10 +166,10 @@ class MissedSteps:
         return found
 
     def for_rows(self, seen: np.ndarray) -> MissedSteps:
-        """Return an object with the same records of updates, for copies of other rows.
+        """Return an object for copies of other rows, which shares this object's records of updates.
 
         Args:
-          seen: number of updates that each of these rows includes.
+          seen: number of updates that each of the other rows includes.
         """
         found = copy.copy(self)
         found._seen = seen

@@ -61,7 +61,7 @@ class RowMaker:
         self.is_summed = any(map(_sums, equations(self._write(TOGETHER).jaxpr)))
 
     def __call__(self, ids: np.ndarray) -> list[np.ndarray]:
-        """Return the initial values of some rows, and of each array of their state."""
+        """Return the initial values of rows and of their optimizer state, one array for each."""
         if not len(ids):
             return [np.empty((0, *t.shape[1:]), t.dtype) for t in self.types]
         calls = split_by_capacity(len(ids))

@@ -32,7 +32,7 @@ Rows = Mapping[str, Any]
 
 
 class RowUpdates:
-    """Updates of a server in which some gradients are those of table rows.
+    """A server's updates with gradients of table rows: read the rows, update them, store them.
 
     Args:
       tables: the server's blocks (rows of a table on this server), by name.

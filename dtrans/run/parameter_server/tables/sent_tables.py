@@ -65,7 +65,7 @@ class _SentTable(TableRows):
 def sent_arrays(
     memory: Mapping[str, TableMemory],
 ) -> tuple[list[tuple[str, np.ndarray]], dict[str, int]]:
-    """Return the arrays that a server sends of its tables to its backup server.
+    """Convert a server's tables to named arrays, to send them to the backup server.
 
     Args:
       memory: the tables' blocks on this server, by name.

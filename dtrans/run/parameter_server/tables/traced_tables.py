@@ -120,7 +120,7 @@ def fetch_rows(eqn: JaxprEqn, uniq: Any, give: Callable[[str, str, Any], Any]) -
 
 
 def part_of_block(span: BlockRowSet, gradient: RowGradient) -> RowGradient:
-    """Return those gradients of a table's rows that belong to one server, with ids on this server.
+    """Select the gradients of the table rows on one server; number the rows as on the server.
 
     Args:
       span: the rows of the table that the server stores.
