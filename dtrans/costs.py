@@ -3,7 +3,7 @@
 The network may limit the speed of a job with parameter servers. If the rate of the hosts' links is
 known, the costs contain a lower bound for the time of a step: the time in which the busiest link
 carries the step's bytes. Let each of n trainers send and receive M bytes in a step. Each of k
-servers receives and sends M / k of these bytes. Let every role have a separate host, whose link
+servers receives and sends M / k of these bytes. Let every role have a separate host. Its link
 carries B bytes per second in each direction at once. Then a step takes at least
 
     max(M / B, n M / (k B))
@@ -146,7 +146,7 @@ class Costs(tuple[RoleCost, ...]):
 
     @property
     def slowest(self) -> RoleCost | None:
-        """The role whose operations take the longest at its speed; None without speeds."""
+        """The role with the longest time for its operations at its speed; None without speeds."""
         timed = [cost for cost in self if cost.speed is not None]
         return max(timed, key=_operation_time, default=None)
 

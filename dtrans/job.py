@@ -463,9 +463,9 @@ class Job(StateFunctions):
 
         A job can recover from the failure of a process if its servers write snapshots of its state
         (`job.serve(state, snapshots=10)`). The loop must then read earlier batches again. So pass a
-        function of the step number, or an iterable with a method `seek(step)`. `dtrans.feed` gives
-        loaders this method. After the failure, this method repeats the steps since the newest
-        snapshot, and yields the same results again.
+        function of the step number, or an iterable with a method `seek(step)`.
+        `dtrans.feed(loader)` has this method. After the failure, this method repeats the steps
+        since the newest snapshot, and yields the same results again.
 
         Args:
           state: the state before the first step.

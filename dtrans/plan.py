@@ -281,7 +281,7 @@ class Plan(abc.ABC):
         return self._run_as("simulate")
 
     def on_ray(self, batches: Any = None, **options: Any) -> Job:
-        """Return a job whose roles run as actors of a Ray cluster, with this process as the driver.
+        """Return a job with roles that run as actors of a Ray cluster; this process is the driver.
 
         The extra `ray` must be installed. Each actor repeats the call that returned this plan (its
         recipe), and then calls `on_cluster`. So the traced functions must be picklable. The driver
@@ -384,8 +384,8 @@ def _comparison(plan: Plan, batch: tuple[Any, ...]) -> Comparison:
 
     Args:
       plan: the plan.
-      batch: the batch arguments of the step: arrays, or types. If empty, the types are those with
-        which the step was traced.
+      batch: the batch arguments of the step: arrays, or types. If empty, the types of the traced
+        step are used.
     """
     main, specs = plan.main, plan.main.args[2:]
     if not batch:

@@ -71,7 +71,7 @@ def bodies(eqn: JaxprEqn) -> tuple[Any, ...]:
 
 
 def with_bodies(eqn: JaxprEqn, new: Iterable[Any]) -> dict[str, Any]:
-    """Return the parameters that give an equation the bodies `new`."""
+    """Return an equation's parameters with its bodies replaced by `new`."""
     if eqn.primitive.name == COND:
         return {"branches": tuple(new)}
     return dict(zip(_BODIES[eqn.primitive.name], new, strict=True))
@@ -135,7 +135,7 @@ def is_reversed(eqn: JaxprEqn) -> bool:
 
 
 def scan_iterations(length: int) -> dict[str, Any]:
-    """Return the parameters that give a `scan` a new number of iterations."""
+    """Return the parameters to change in a `scan` for another number of iterations."""
     return {"length": length}
 
 
@@ -178,7 +178,7 @@ def params_besides_bodies(eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def while_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Return two numbers of a `while`: the constants of its condition, and those of its body."""
+    """Return two numbers of a `while`: constants of its condition, and constants of its body."""
     return int(param(eqn, "cond_nconsts")), int(param(eqn, "body_nconsts"))
 
 
@@ -232,8 +232,8 @@ def scan_with(
 ) -> JaxprEqn:
     """Return a copy of a `scan` with a new body, new operands and new outputs.
 
-    Only the numbers of scanned operands and of stacked outputs may change, not those of constants
-    and carried values.
+    The numbers of scanned operands and stacked outputs may change. The numbers of constants and
+    carried values must stay the same.
     """
     return rebuilt(eqn, [body], invars, outvars)
 

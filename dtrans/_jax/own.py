@@ -93,7 +93,7 @@ _NO_OP = frozenset({_NoOpEffect()})
 
 
 def new_effectful(name: str, *, jvp: Callable[..., Any], batch: Callable[..., Any]) -> Primitive:
-    """Return a new primitive without results, whose equations JAX never removes as dead code."""
+    """Return a new primitive without results; JAX never removes its equations as dead code."""
     primitive = _new(name, multiple_results=True)
     primitive.def_impl(lambda *args, **params: [])
     primitive.def_effectful_abstract_eval(lambda *avals, **params: ([], _NO_OP))

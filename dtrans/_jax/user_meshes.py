@@ -197,7 +197,7 @@ def _plain_call() -> dict[str, Any]:
 
 
 def _is_placed(jaxpr: Any) -> bool:
-    """Return True if a type or an equation in a jaxpr contains a placement."""
+    """Return True if a type or an equation in a jaxpr contains a mesh or a sharding."""
     inner = opened(jaxpr)
     if any(_has_mesh(v.aval) for v in (*inner.constvars, *inner.invars)):
         return True
@@ -205,7 +205,7 @@ def _is_placed(jaxpr: Any) -> bool:
 
 
 def _has_placement(eqn: JaxprEqn) -> bool:
-    """Return True if an equation, or the type of an output, contains a placement."""
+    """Return True if an equation, or the type of an output, contains a mesh or a sharding."""
     if _only_moves(eqn) or not eqn.ctx.cur_abstract_mesh.empty:
         return True
     if "ctx_mesh" in eqn.params and not is_plain_jit(eqn):
@@ -216,7 +216,7 @@ def _has_placement(eqn: JaxprEqn) -> bool:
 
 
 def _places(eqn: JaxprEqn, key: str) -> bool:
-    """Return True if a parameter of an equation is a placement."""
+    """Return True if the parameter `key` of an equation is a sharding."""
     return isinstance(eqn.params.get(key), Sharding)
 
 

@@ -372,7 +372,7 @@ def restore(path: Folder, plan: Any, endpoint: Any = None) -> Any:
 
     Continue training with `exe.run(pserver, restore(path, plan, endpoint))` or
     `job.step(restore(path, job), *batch)`. The saved job may have used another strategy. A process
-    reads only the arrays whose rows it needs, and each device receives only its shard.
+    reads only arrays with rows that it needs, and each device receives only its shard.
 
     A job may have state that the single-device step lacks. If the checkpoint does not contain this
     state, it starts from its initial value. For example, backups of DC-ASGD start as copies of the
@@ -677,8 +677,8 @@ def latest(folder: Folder) -> Path | None:
     `restore(None, ...)` and `load(None, ...)` raise a `CheckpointError`.
 
     Args:
-      folder: a folder that need not exist. Its subfolders whose names are numbers are checkpoints,
-        in the order of these numbers: `ckpt/100`, `ckpt/200`.
+      folder: a folder that need not exist. Subfolders with a number as name are checkpoints:
+        `ckpt/100`, `ckpt/200`. The largest number is the last checkpoint.
 
     Raises:
       ConfigError: orbax is not installed.

@@ -232,7 +232,7 @@ def copy_array(x: Any) -> jax.Array:
 
 
 def numpy_type(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
-    """Return the shape and dtype that `as_numpy` returns for an array of this shape and dtype."""
+    """Return the shape and dtype of an array after `as_numpy`; random keys become key data."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return data.shape, data.dtype

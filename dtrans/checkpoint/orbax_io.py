@@ -593,7 +593,7 @@ def _with_tables(
 
 
 def _tables_in(values: Mapping[str, Any]) -> list[TableRows]:
-    """Return the tables whose arrays are all in `values`; these tables are saved by rows."""
+    """Return the tables with all arrays in `values`; these tables are saved by rows."""
     arrays_of: dict[TableRows, set[str]] = {}
     for n, x in values.items():
         if isinstance(x, ArrayLike) and x.table is not None:
@@ -667,7 +667,7 @@ def _select_rows(target: VarDistributed, row: VarDistributed, segment: RowSegmen
 
 
 def _merge_segments(parts: Sequence[RowSegment], targets: Sequence[VarDistributed]) -> RowSegment:
-    """Merge lists of table rows into one list with sorted ids."""
+    """Merge several segments of table rows into one segment with sorted ids."""
     nothing = np.empty(0, np.int64)
     parts = [RowSegment(nothing, nothing, _empty_rows(targets)), *parts]
     ids = np.concatenate([x.ids for x in parts])
@@ -684,7 +684,7 @@ def _empty_rows(targets: Sequence[VarDistributed]) -> list[np.ndarray]:
 
 
 def _concatenate_columns(parts: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
-    """Concatenate the first arrays of all parts, the second arrays, and so on."""
+    """Join the arrays of several row segments: all first arrays, all second arrays, and so on."""
     return [np.concatenate(column) for column in zip(*parts, strict=True)]
 
 

@@ -64,7 +64,7 @@ class RowSegment:
       changed: history of each row as one integer. 1: the row exists, but no step has changed it. n
         + 1: the row exists, and step n was the last to change it. -1: the row does not exist. -(n +
         1): the row was evicted before step n. With a row filter, a row exists only after several
-        updates. If c updates of such a row were counted so far, the number is smaller by c *
+        updates. If the filter has counted c updates of a missing row, the number is smaller by c *
         COUNTS.
       rows: the existing rows, as one array for the table and one for each state array.
     """

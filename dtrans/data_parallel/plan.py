@@ -132,7 +132,7 @@ class CollectivePlan(Plan):
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """Mesh axes as pairs (name, size): first those of the trainers, then of their devices."""
+        """Mesh axes as pairs (name, size): axes of the trainers, then axes of their devices."""
         return (*self.options.axes, *self.device_axes)
 
     @property

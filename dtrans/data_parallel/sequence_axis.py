@@ -3,8 +3,7 @@
 The user's mesh has an axis "sequence". A device has its part of each sequence, so it stores and
 computes only this part of the activations. Layers that treat tokens alone (norms, products with
 kernels, losses) need no communication. Attention gathers keys and values, and the gradient of a
-kernel is a sum over the devices. All of this follows from the rules of the engine
-(`dtrans.engine.split`).
+kernel is a sum over the devices. The rules of `dtrans.engine.split` find this communication.
 
 Source: Li et al., Sequence Parallelism (arXiv 2105.13120). Difference: keys and values are
 all-gathered; they do not travel in a ring. In a ring, each device would loop over the blocks of

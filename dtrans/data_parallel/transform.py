@@ -5,10 +5,11 @@
                           can overlap it with the remaining backward pass
     optimize              every trainer computes the same update, from averaged gradients
 
-All trainers run one program (SPMD). For any step, its results equal those of one device on the full
-batch (`dtrans.batch`). If a value mixes rows of the batch, the program reduces over trainers. With
-`batch="local"` each trainer computes the step on only its part, and trainers average gradients and
-results. If `Batch.example_count` names a result that counts examples, this count weights averages.
+All trainers run one program (SPMD). For any step, its results equal the results of one device on
+the full batch (`dtrans.batch`). If a value mixes rows of the batch, the program reduces over
+trainers. With `batch="local"` each trainer computes the step on only its part, and trainers average
+gradients and results. If `Batch.example_count` names a result that counts examples, this count
+weights averages.
 
 With `local_sgd`, each trainer takes several complete steps without communication. Then the trainers
 average parameters and optimizer state. With any option, all trainers have equal state after each
@@ -262,7 +263,7 @@ def callers(options: Options) -> tuple[str, str]:
     """Return two phrases for the plan's notes, such as "trainer 0": they name who runs callbacks.
 
     The first phrase names the trainers that run host callbacks in forward and backward. The second
-    names those that run all other host callbacks.
+    names the trainers that run all other host callbacks.
     """
     noun = options.noun
     each = f"each {noun}, with its own values"
@@ -295,8 +296,8 @@ def share_step(
 ) -> tuple[DividedStep, OptionsT, ExactStep | None]:
     """Rewrite the single-device step for one trainer, which reads only its part of the batch.
 
-    With `batch="exact"`, the trainer's step contains the communication that makes its results equal
-    to those of the full batch.
+    With `batch="exact"`, the trainer's step contains communication. Its results then equal the
+    results of the full batch.
 
     Args:
       plain: the training step, divided at its gradients.

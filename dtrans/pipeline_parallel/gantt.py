@@ -40,7 +40,7 @@ _TEXT = 7.0  # font size of the numbers in bars, in points
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """Return the tick table of a schedule as text.
+    """Return a schedule as a text table: a row for each device, a column for each tick of time.
 
     `F3` is the forward task of micro-batch 3, and `.` is an idle tick. If devices have several
     model stages, `F3@5` is the forward task of micro-batch 3 at model stage 5. Lines are wrapped at
@@ -66,7 +66,7 @@ def text(title: str, ticks: Ticks) -> str:
 
 
 def html(title: str, ticks: Ticks) -> str:
-    """Return the tick table of a schedule as coloured HTML. For the arguments, see `text`."""
+    """Return the table of `text` as coloured HTML. The arguments are the same."""
     rows = []
     for device, row in enumerate(ticks):
         cells = []

@@ -39,7 +39,7 @@ class Blocks:
     Attributes:
       starts: the index of the first equation of each block. A block ends where the next one begins.
       stop: the index after the last equation of the last block.
-      how: the rule that found the blocks: "equal equations" or "name scopes".
+      how: the name of the rule that found the blocks, "equal equations" or "name scopes".
     """
 
     starts: tuple[int, ...]

@@ -194,7 +194,9 @@ class Schedule:
     def makespan(
         self, forward: Costs = 1, backward: Costs = 2, weight: Costs = 1, transfer: float = 0
     ) -> Time:
-        """Return the duration of a step. `timeline` has the arguments. Ints give an exact result.
+        """Return the duration of a step. `timeline` describes the arguments.
+
+        The result is exact if the arguments are ints.
 
         Example:
           >>> schedule("PreferBackward", 2, 2).makespan()

@@ -177,8 +177,8 @@ def write_stages(
       forward: the forward pass.
       stage_of: the stage of each equation of the forward pass.
       o: the options of the pipeline.
-      slices: the slices of each leaf whose gradient replicas reduce-scatter (dict by leaf). With
-        `sharding_stage=3`, replicas also store the leaf as slices.
+      slices: the slices of some leaves (dict by leaf). Replicas reduce-scatter the gradients of
+        these leaves. With `sharding_stage=3`, replicas also store the leaves as slices.
     """
     if o.precision.dtype is not None:
         forward, stage_of = _in_low_precision(forward, stage_of, o.precision.dtype)

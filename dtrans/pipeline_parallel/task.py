@@ -84,7 +84,7 @@ class Timeline(tuple[TimedTask, ...]):
 
     @property
     def makespan(self) -> Time:
-        """Time from the first start to the last end. Exact times give an exact result."""
+        """Time from the first start to the last end; exact for ints and fractions."""
         if not self:
             return 0
         first = min(t.start for t in self)
@@ -94,7 +94,7 @@ class Timeline(tuple[TimedTask, ...]):
     def bubble(self) -> Fraction | float:
         """Share of time in which devices are idle: 1 - busy / (devices x makespan).
 
-        Exact times give an exact result. If the makespan is 0, the bubble is 0.
+        For ints and fractions, the result is exact. If the makespan is 0, the bubble is 0.
         """
         busy = sum((t.end - t.start for t in self), Fraction(0))
         available: Time = self.num_devices * self.makespan
@@ -155,7 +155,7 @@ def _by_stage(what: str, costs: Costs, num_stages: int, chunks: int) -> list[Tim
 
 
 def _part(cost: float, chunks: int) -> Time:
-    """Return `cost / chunks`. An int gives an exact result: an int or a fraction."""
+    """Return `cost / chunks`: an int or a fraction for an int, a float for a float."""
     if not isinstance(cost, int):
         return cost / chunks
     if cost % chunks:

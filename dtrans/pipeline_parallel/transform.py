@@ -140,8 +140,8 @@ def pipeline(
         first (`dtrans.batch.precomputed`). This requires that the values depend on no parameter. If
         the gradient of the full batch is not a sum over micro-batches, this function raises
         ConfigError. "micro": each micro-batch runs the step independently, with separate batch
-        statistics. All micro-batches of a step read the same stored statistics, those before the
-        step. `Batch.merge` determines how results are merged.
+        statistics. All micro-batches of a step read the statistics from before the step.
+        `Batch.merge` determines how results are merged.
 
     Raises:
       ConfigError: an option is out of range, or the loss has fewer equations than stages. Scopes

@@ -263,7 +263,7 @@ def _step_of_sums(
     rows: Mapping[str, Sequence[StageRows]],
     o: PipelineOptions,
 ) -> Program:
-    """Return the update as a training step whose batch consists of sums and arguments.
+    """Return the update as a training step; its batch consists of sums and arguments.
 
     Args:
       step: the training step, divided into forward and backward, and the update.

@@ -120,7 +120,7 @@ def _join(one: _Fact, other: _Fact) -> _Fact:
 
 
 def _inside(fact: _Fact) -> _Fact:
-    """Convert the properties of a scanned operand to those of its slice in one iteration.
+    """Convert properties of a scanned operand to properties of its slice in one iteration.
 
     The properties are the sharded dimension, and the parameter that the operand shows.
     """

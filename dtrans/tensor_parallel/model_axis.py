@@ -5,7 +5,7 @@ program of one trainer for one device of the axis. The program may already have 
 other mesh axes, such as the all-reduce of gradients over trainers. In the new program, these
 collectives run on shards.
 
-Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). The rules of `dtrans.engine` give the same
+Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053). The rules of `dtrans.engine` write the same
 two all-reduces per layer.
 """
 

@@ -50,11 +50,11 @@ class Communicator:
       deadline: seconds that a server may take to answer.
       name: name of the trainer for errors, such as "trainer 0".
       endpoints: endpoints of the servers that store embedding tables.
-      local_tables: GEO-SGD tables with rows that the trainer stores. The communicator receives only
-        those of the stored rows that other trainers have changed.
-      counts: function that is called after connecting. Its argument is the number of this trainer's
-        steps that each server has received, by endpoint. Its result is the number of steps that
-        each server must record, as for `Traffic`.
+      local_tables: GEO-SGD tables with rows that the trainer stores. Of these rows, the
+        communicator receives only rows that other trainers have changed.
+      counts: function that is called after connecting. It gets the number of this trainer's steps
+        that each server has received, by endpoint. It returns the numbers that servers must record
+        instead, as for `Traffic`.
 
     Attributes:
       local_tables: the argument `local_tables`.

@@ -2,9 +2,9 @@
 
 A *push* is a message with the changes of all parameters since the last push. In a job with
 embedding tables, the push also contains the changes of the rows that the trainer stores
-(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and those of
-the stored rows that other trainers have changed. `dtrans.protocol.trainer.geo_steps` has the
-algorithm. This module adds JAX arrays and the thread that communicates.
+(`dtrans.protocol.tables.cached_rows`). The servers' answer contains all parameters, and the stored
+rows that other trainers have changed. `dtrans.protocol.trainer.geo_steps` has the algorithm. This
+module adds JAX arrays and the thread that communicates.
 
 After the failure of a process, servers have no record of the rows that a trainer stores. So the
 trainer looks up all these rows again, after the servers have received its pending push.
@@ -106,7 +106,8 @@ class GeoTrainer:
     def step(self, values: Sequence[Any], every: int, *, block_on_pull: bool) -> Sequence[Any]:
         """End a step of the user's program; return the parameters for the next step.
 
-        If due, the method also sends changes to the servers, or applies their answer.
+        After every `every` steps, the method also sends changes to the servers. When an answer has
+        arrived, it applies the answer.
 
         Args:
           values: the parameters after the step.
@@ -166,7 +167,7 @@ class GeoTrainer:
             self.settle()
 
     def settle(self) -> None:
-        """Communicate until the next step may begin: send a push and apply answers, if due."""
+        """Send changes and apply answers of servers, if it is time, before the next step begins."""
         self._communicator.received()  # raises the error of a communicator that has ended
         self._steps.go_on()
         while self._steps.waits:
@@ -227,8 +228,8 @@ class GeoTrainer:
     def resume(self, snapshot: GeoSnapshot, push_every: int) -> None:
         """Begin with a snapshot in a process that replaces a lost trainer.
 
-        Servers may have received later pushes of the lost trainer. So only those changes of the
-        snapshot that were not pushed later are added to the servers' parameters.
+        The lost trainer may have pushed changes after the snapshot. So only the other changes in
+        the snapshot are added to the servers' parameters.
 
         Args:
           snapshot: the snapshot.

@@ -165,7 +165,7 @@ def local_steps(push_every: int) -> int:
     """Return the number of steps before each push of GEO-SGD, at most 2; 0 without GEO-SGD.
 
     A *push* is a message with changes of parameters. More steps before a push would run the same
-    code, and make the comparison slower.
+    code, and make `plan.verify()` slower.
     """
     return min(push_every, MOST_LOCAL_STEPS)
 
@@ -491,7 +491,7 @@ class _OrderedServer:
         return rows
 
     def give_changes(self, trainer: int, name: str) -> RowGradient:
-        """Return the rows of a trainer that others have changed since the trainer's last call."""
+        """Return rows that a trainer stores, and others have changed since its last call."""
         ids = self._changed.take(trainer, name)
         rows: Any = jnp.take(self.state[name], ids, 0, mode="fill", fill_value=0)
         return RowGradient(ids, rows)
@@ -676,7 +676,7 @@ class _OrderedTrainer:
         return local.take(uniq, len(uniq))
 
     def _geo_send(self, eqn: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """End a step of GEO-SGD, and push changes if due; return the next parameters."""
+        """End a step of GEO-SGD; push changes every few steps; return the next parameters."""
         p = eqn.params
         if not p["push_every"]:  # In the startup program, no step has ended.
             return values

@@ -130,9 +130,10 @@ class ServerSaves:
             protocol.status.snapshot = lambda: folder.newest_written
 
     def _begin_snapshots(self, kind: SyncServer | AsyncServer, loaded: int | None) -> None:
-        """Write a snapshot before the first step, if one is due and the server has no tables.
+        """Start to write snapshots, if necessary with one before the first step.
 
-        With tables, `between_steps` writes this snapshot later.
+        The first snapshot is not necessary after a restart from a snapshot. On a synchronous server
+        with tables, `_between_steps` writes it later.
 
         Args:
           kind: handler of the messages of steps.
@@ -228,7 +229,7 @@ class ServerSaves:
         return len(state)
 
     def _between_steps(self, step: int) -> None:
-        """Start to write a snapshot, if one is due before the next step.
+        """Start to write a snapshot after every few steps, as the user's options say.
 
         Args:
           step: number of steps so far.
@@ -313,7 +314,7 @@ class ServerSaves:
         return self._snapshots.save_id(self._generation.members_since, runs, step)
 
     def _snapshot(self) -> tuple[dict[str, Any], list[str]]:
-        """Return the current state by name, and the names of those arrays that must be copied.
+        """Return the current state by name, and the names of the arrays that must be copied.
 
         The writing thread reads the other arrays while the server continues. The tables of the
         result are snapshots that another thread can read during updates.

@@ -194,9 +194,9 @@ def _compute(k: int, pieces: Segments, piece: Compute, values: Sequence[Any]) ->
 
 
 def _no_piece(x: Any, axis: int) -> Any:
-    """Raise AssertionError, in place of the function that takes one trainer's piece of a value.
+    """Raise AssertionError: no collective of these programs returns a piece of a value.
 
-    Trainers have different numbers of rows, so no collective of these programs returns such a
-    piece.
+    Other jobs have a function here that takes one trainer's piece of a value. Here trainers have
+    different numbers of rows, so no collective divides a value into pieces.
     """
     raise AssertionError("a collective returns pieces of different sizes")

@@ -334,7 +334,7 @@ def check_drops(plan: PServerPlan, on_trainer_loss: str) -> None:
     """Raise ConfigError if the launcher may continue without a lost trainer, but the plan cannot.
 
     For example, a step that needs values of the full batch cannot continue without a trainer. After
-    a trainer is dropped, the updates are those of on_trainer_exit="drop".
+    a trainer is dropped, servers update as with on_trainer_exit="drop".
 
     Args:
       plan: the job's plan.

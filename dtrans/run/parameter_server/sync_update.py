@@ -219,7 +219,7 @@ class SyncUpdate:
 
         Args:
           number: index of the part.
-          grads: gradients by name, at least those of the part.
+          grads: gradients by name; the gradients of the part must be among them.
           present: ids of the trainers that contribute gradients to the update.
           step: the number of the step.
 

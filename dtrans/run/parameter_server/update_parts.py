@@ -81,7 +81,7 @@ class UpdateByParts:
 
         Args:
           number: index of the part.
-          grads: gradients by name, at least those of the part.
+          grads: gradients by name; the gradients of the part must be among them.
           present: ids of the trainers that contribute gradients.
           state: the state before the step.
           unused: arrays by name that are overwritten by the new optimizer state.

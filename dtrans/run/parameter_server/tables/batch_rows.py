@@ -24,7 +24,7 @@ from dtrans.run.base.segments import Rules, interpret
 class BatchRows:
     """Function that computes the ids of the table rows that a step will look up in a batch.
 
-    The function consists of those equations of the trainer's program that compute the ids.
+    The function consists of the equations of the trainer's program that compute the ids.
 
     Args:
       program: the trainer's program. The program's first argument is the state.

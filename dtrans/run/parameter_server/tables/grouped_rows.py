@@ -97,7 +97,7 @@ class GroupedRows:
             slots[places] = its_slots
 
     def _initialize(self, new: Sequence[_New]) -> list[list[np.ndarray]]:
-        """Return the initial rows of several tables; tables with equal programs need one call."""
+        """Return the initial rows of tables. One call serves all tables with equal programs."""
         found: list[list[np.ndarray]] = [[] for _ in new]
         groups: dict[Hashable, list[int]] = {}
         for i, (table, ids) in enumerate(new):
@@ -179,7 +179,7 @@ class _Group:
         return np.zeros(most, np.int32), np.zeros((most, self._size), np.int32)
 
     def initialize(self, tables: Sequence[tuple[RowMaker, np.ndarray]]) -> list[list[np.ndarray]]:
-        """Return, for each table, its initial rows and those of each array of its optimizer state.
+        """Return the initial rows of each table and of its optimizer state, as a list of arrays.
 
         Args:
           tables: the initializer of each table, and the ids of its new rows.

@@ -176,7 +176,7 @@ class MissedSteps:
         return found
 
     def behind(self, slots: np.ndarray) -> np.ndarray:
-        """Return the slots (indices in memory) of those rows that have skipped updates."""
+        """Select the slots (indices in memory) of rows that have skipped updates."""
         return slots[self._seen[slots] < self._records.now]
 
     def add(self, slots: np.ndarray, values: Arrays) -> bool:

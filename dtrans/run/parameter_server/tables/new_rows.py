@@ -153,7 +153,7 @@ class NewRows(ArrayLike):
 
 
 class KnownRows(ArrayLike):
-    """All rows of a table on a server, such as those of a checkpoint, with an initializer.
+    """All rows of a table on a server, for example from a checkpoint, with an initializer.
 
     With the initializer, rows can be evicted, and initialized again later.
 

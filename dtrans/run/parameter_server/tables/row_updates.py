@@ -1,4 +1,4 @@
-"""Updates of those rows of embedding tables that trainers have looked up.
+"""Updates of embedding tables that touch only the rows that trainers have looked up.
 
 An update reads these rows (`take`), computes new rows, and writes the new rows back (`put`). A
 server process stores tables in NumPy memory (`table_memory`). On a mesh, a table is an array on its

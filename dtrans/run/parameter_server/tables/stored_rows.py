@@ -1,4 +1,4 @@
-"""Memory of those rows of an embedding table that exist, and of their optimizer state.
+"""Memory of the existing rows of an embedding table, and of their optimizer state.
 
 A server stores a row only after its first use. The stored rows have no gaps. A hash table maps the
 id of each row to a *slot* (index in memory). The slots of n rows are 0 to n - 1. So memory is

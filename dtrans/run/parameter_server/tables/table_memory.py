@@ -133,7 +133,7 @@ class TableMemory:
             self.stored.mark_missing(segment.ids[~exists], segment.changed[~exists])
 
     def _store_changed(self, initial: Sequence[np.ndarray], maker: RowMaker) -> None:
-        """Store only those rows that differ from the initial values, which `maker` computes."""
+        """Store only rows that differ from the initial values; `maker` computes these values."""
         for at in range(0, self.table.rows, CHUNK):
             ids = np.arange(at, min(at + CHUNK, self.table.rows))
             chunks = [x[ids] for x in initial]
@@ -164,7 +164,7 @@ class TableMemory:
         return rows.take(self._current(ids, slots), 0, mode="clip")
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Remove the gradients of rows that the table's row filter has not admitted to memory yet.
+        """Remove the gradients of rows that the table's row filter does not store yet.
 
         Without a row filter, all gradients are returned.
 
@@ -188,7 +188,7 @@ class TableMemory:
     def _filter(self, ids: np.ndarray) -> np.ndarray:
         """Apply the row filter: count an update for each row; return a mask of the rows to update.
 
-        A row is updated if it is stored already, or if the filter admits it now.
+        A row is updated if it is stored already, or if the filter decides to store it now.
 
         Args:
           ids: sorted ids of the rows with a gradient.
@@ -323,7 +323,7 @@ class TableMemory:
         return len(gone)
 
     def changed(self, since: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays of row ids: those changed, and those evicted, after a step.
+        """Return two arrays of row ids: rows changed after a step, and rows evicted after it.
 
         Args:
           since: the number of the step.

@@ -54,7 +54,7 @@ class TracedMemory:
         self.reads = () if missed is None else tuple(missed.reads)
 
     def admit(self, gradients: Mapping[str, RowGradient]) -> Mapping[str, RowGradient]:
-        """Return all gradients, because in a traced step a row filter admits all rows."""
+        """Return all gradients, because in a traced step a row filter stores all rows."""
         return gradients
 
     def take(self, ids: Any, size: int) -> dict[str, Any]:
