@@ -1,9 +1,10 @@
-"""State of a parameter-server job that runs in one process."""
+"""States of parameter-server jobs: of a job in one process, and of a trainer's process."""
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -28,3 +29,24 @@ class MeshState:
 
     __repr__ = short_repr
     _repr_html_ = state_html
+
+
+class TrainerState(tuple[Any, ...]):
+    """State of a trainer's process: a tuple of pytrees, such as (params,).
+
+    The class differs from a tuple only in its `repr` and its HTML, which omit the entries of
+    arrays.
+    """
+
+    __slots__ = ()
+
+    __repr__ = short_repr
+    _repr_html_ = state_html
+
+
+# JAX treats a subclass of `tuple` as a leaf unless it is registered.
+jax.tree_util.register_pytree_with_keys(
+    TrainerState,
+    lambda state: ([(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(state)], None),
+    lambda _, parts: TrainerState(parts),
+)

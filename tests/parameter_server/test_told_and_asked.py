@@ -203,7 +203,7 @@ def run(
             plan, Role("trainer", count, endpoints, trainer_id=k), {"deadline": HANG}
         ) as job:
             state, loss = job.step(job.init(KEY), X[6 * k : 6 * k + 6], rates[k], SCALES)
-            return job.params(state)["w"], loss
+            return job.params(state)["w"], loss, state
 
     for ep in endpoints:
         threads.start(ep, server, ep)
@@ -219,9 +219,13 @@ def test_processes_are_told_the_same_argument(role_threads: RoleThreads) -> None
     found = run(plan, endpoints, role_threads, {0: 0.1, 1: 0.1})
     (params, _, loss) = by_arguments(*init(KEY), X, 0.1, SCALES)
     for k in (0, 1):
-        w, told = found[f"trainer {k}"]
+        w, told, state = found[f"trainer {k}"]
         np.testing.assert_allclose(w, params["w"], rtol=1e-12)
         np.testing.assert_allclose(told, loss, rtol=1e-12)
+        # A trainer's state is a tuple that shows no entries of its arrays.
+        assert repr(state) == f"<TrainerState: 1 array, {params['w'].nbytes} bytes>"
+        assert "TrainerState" in state._repr_html_() and "[5,3]" in state._repr_html_()
+        assert type(jax.tree.map(jnp.copy, state)) is type(state) and isinstance(state, tuple)
 
 
 def test_processes_with_other_arguments_are_told_which(role_threads: RoleThreads) -> None:

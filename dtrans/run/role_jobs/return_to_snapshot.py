@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dtrans.errors import LostPeerError, Rewound
+from dtrans.parameter_server.state import TrainerState
 from dtrans.protocol.generations import Generations
 
 
@@ -75,7 +76,7 @@ class ReturnToSnapshot:
         params, self._params = self._params, None
         self.before = None
         generation = 0 if self._generations is None else self._generations.current().number
-        return Rewound(step, (params,), generation)
+        return Rewound(step, TrainerState((params,)), generation)
 
     def end_request(self, call: str, before: int, step: int, *, repeats: bool | None) -> None:
         """Continue after a request during which the servers went back to a snapshot.

@@ -22,6 +22,7 @@ from dtrans.ir.cost import nbytes
 from dtrans.ir.selection import exclude, retain, select, subset
 from dtrans.job import on_first_device
 from dtrans.parameter_server.plan import PServerPlan
+from dtrans.parameter_server.state import TrainerState
 from dtrans.protocol.generations import NewGeneration
 from dtrans.run.base.lowered import LoweredStep, recording
 from dtrans.run.base.state import check_kind
@@ -47,8 +48,9 @@ class TrainerJob(RoleJob):
     plan splits the batch exactly, a server also merges the losses and other results of all
     trainers.
 
-    The state is the tuple (params,). With GEO-SGD, trainers have an optimizer state, and the state
-    is (params, opt_state). With error feedback it is ((params, rounding_errors),).
+    The state is a `TrainerState`: the tuple (params,). With GEO-SGD, trainers have an optimizer
+    state, and the state is (params, opt_state). With error feedback it is
+    ((params, rounding_errors),).
     """
 
     _step_count = 0
@@ -109,12 +111,12 @@ class TrainerJob(RoleJob):
     def batches_ahead(self) -> int:  # type: ignore[override]
         return max([1, *(t.staleness for t in self.plan.tables.of.values())])
 
-    def init(self, *args: Any) -> tuple[Any, ...]:
+    def init(self, *args: Any) -> TrainerState:
         self._check_open()
         self._init_args = args
         while True:
             try:
-                return self._receive_first(args)
+                return TrainerState(self._receive_first(args))
             except NewGeneration as e:
                 self._connect(e.number)
 
@@ -195,7 +197,7 @@ class TrainerJob(RoleJob):
                 "receives the servers' state"
             )
         self._step_count += 1
-        new = tuple(outputs[: len(state)])
+        new = TrainerState(outputs[: len(state)])
         self._note_rounding_errors(new)
         return (new, *outputs[len(state) :])
 
@@ -352,7 +354,7 @@ class TrainerJob(RoleJob):
         params: Any,
         opt_state: Any,
         rounding_errors: Mapping[int, Mapping[str, Any]] = {},
-    ) -> tuple[Any, ...]:
+    ) -> TrainerState:
         """Return a trainer's state with these parameters; `opt_state` is ignored.
 
         Args:
@@ -377,7 +379,7 @@ class TrainerJob(RoleJob):
             leaves[n] = jax.numpy.zeros(t.shape, t.dtype)
         for n, x in rounding_errors.get(self.role.trainer_id, {}).items():
             leaves[n] = jax.numpy.asarray(x)
-        state = tuple(spec.unflatten_named(leaves) for spec in self.plan.trainer_specs)
+        state = TrainerState(spec.unflatten_named(leaves) for spec in self.plan.trainer_specs)
         self._note_rounding_errors(state)
         return state
 
