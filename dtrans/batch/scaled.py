@@ -104,8 +104,8 @@ def scale_of_parts(
       trainers: number of trainers.
 
     Returns:
-      The exponents, and "". If the proof fails, None, and the source line of the equation that
-      differs ("" if unknown).
+      A pair (exponents, line). If the proof fails, `exponents` is None, and `line` is the source
+      line of the equation that differs, or "" if it is unknown.
     """
     if part.exchanged or trainers < 2:
         return None, ""

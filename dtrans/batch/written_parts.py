@@ -195,7 +195,8 @@ def written_parts(
       part: the user's step, traced on a part; None if the update may depend on the batch size.
 
     Returns:
-      The writer, and the step of a part, which may still communicate (see `adds_up`).
+      A pair (writer of all parts, step of one part). The step may still communicate (see
+      `adds_up`).
     """
     flat = FlatStep(full_step)
     ways = _values_to_precompute(flat, axes, Shards(parts, tuple(over), noun), fixed, part)

@@ -575,8 +575,9 @@ def written(
     """Write a jaxpr for one shard, and return the result of `write`.
 
     For a concatenation or slice, the writer can gather the operands. It can also move entries
-    within shards, but then later values are not in order. If both are possible, both programs are
-    written, and the program that communicates fewer bytes is returned.
+    within shards, but then the entries of later values have another order than on one device. If
+    both are possible, both programs are written, and the program that communicates fewer bytes is
+    returned.
 
     Args:
       jaxpr: the jaxpr of one device.

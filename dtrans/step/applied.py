@@ -84,7 +84,8 @@ class _Part:
     needs memory for all arrays.
 
     Attributes:
-      run: compiled function (leaves, values of `reads`) -> values of `makes`.
+      run: compiled function of the leaves and the values of `reads`, which returns the values of
+        `makes`.
       anchors: leaves that are not moved to other devices: the part runs on their devices. Empty if
         the part reads no leaf.
       leaves: all leaves that the part reads.

@@ -384,8 +384,8 @@ def without_parts(batch: Sequence[Any]) -> tuple[tuple[Any, ...], int]:
       batch: the batch arguments: pytrees of arrays or of `UnevenPart`.
 
     Returns:
-      The arguments, and the number of rows in the full batch. The number is 0 if no argument is an
-      `UnevenPart`.
+      A pair (arguments, rows). `rows` is the number of rows in the full batch, or 0 if no argument
+      is an `UnevenPart`.
 
     Raises:
       BatchError: the parts belong to batches with different numbers of rows.

@@ -8,8 +8,8 @@ comparison of the two states needs the position of each number.
                           leaves
     place_leaves(...)     the job's state for given leaves
 
-To find the positions, the module converts a special one-device state to the job's state: each of
-its numbers is its own position.
+To find the positions, the module builds a one-device state in which each number equals its own
+position. It then converts this state to the job's state.
 
 Read next: `check`, which compares states.
 """

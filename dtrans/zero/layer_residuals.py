@@ -112,7 +112,7 @@ def _is_read_by_slices(eqns: Sequence[JaxprEqn], readers: Sequence[tuple[int, in
 def _find_residuals(
     analysis: SliceAnalysis, eqn: JaxprEqn, body: Jaxpr
 ) -> Iterator[_LayerResidual]:
-    """Yield the stacked outputs of a loop that cheap equations compute from one stack of layers."""
+    """Yield the loop's stacked outputs that can be recomputed cheaply from one stack of layers."""
     indices = body_indices(eqn)
     stack_of: dict[Atom, int] = {}
     for k in indices.slices:

@@ -273,9 +273,10 @@ def low_products(
 
 
 def low_gradients(step: DividedStep, dtype: Any) -> set[str]:
-    """Return the parameters with gradients that 16 bits represent without further rounding.
+    """Return the parameters with gradients that can be sent in 16 bits without further rounding.
 
-    The step computes these gradients in `dtype` and casts them to 32 bits, so a cast back is exact.
+    The step computes these gradients in `dtype`, and then casts them to 32 bits. So a cast back to
+    `dtype` is exact.
     """
 
     def rule(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:

@@ -132,7 +132,8 @@ class TrainerRequests:
         """Forget a checkpoint that servers were writing at a failure; warn if it may be incomplete.
 
         After the failure, the trainer repeats the steps after a snapshot, and saves checkpoints of
-        these steps again. A checkpoint of an earlier step is not saved again, so the log names it.
+        these steps again. A checkpoint of an earlier step is not saved again, so a warning names
+        it.
 
         Args:
           step: number of steps in the snapshot.
