@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke chaos reliability notebooks docs architecture lock dist clean
+.PHONY: help venv demo unit test nightly core compat fuzz lint format bench bench-smoke peers chaos reliability notebooks docs architecture lock dist clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ bench: $(STAMP) ## run the benchmarks
 
 bench-smoke: $(STAMP) ## run every benchmark once, of its smallest size
 	$(BIN)/python -m pytest benchmarks --benchmark-disable --durations=5
+
+peers: $(STAMP) ## train the same job in dtrans, PyTorch and Ray, each in an environment of its own, and print ratios
+	PYTHONPATH=benchmarks:. $(BIN)/python -m peers.driver $(PEERS)
 
 chaos: $(STAMP) ## kill and stop processes of jobs at random moments, and compare their results (takes over an hour)
 	$(BIN)/python benchmarks/chaos.py --rounds 100

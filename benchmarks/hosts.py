@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import secrets
 import signal
 import statistics
 import subprocess
@@ -34,7 +33,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from hosts_roles import COMPUTE, MODELS, plan_for
+from hosts_roles import COMPUTE, plan_for
+from mlp_job import MODELS
+from windows import Command, Roles, Window, role_environment
 
 import dtrans
 from dtrans.costs import Costs, link_rate
@@ -42,7 +43,8 @@ from dtrans.ir.display import plan_text
 from tools.namespaces import Namespaces, namespaces, why_not
 
 
-JOBS = {"dtrans": 6174, "sockets": 7174}  # the jobs, and the port of their servers
+# the jobs, and the first port of their servers or trainers
+JOBS = {"dtrans": 6174, "sockets": 7174, "gloo": 8174}
 FOLDER = Path(__file__).parent
 BUSY = 0.7  # share of the processors' time; above, processors limit the steps
 SLOW = "200mbit"  # rate of the links if the processors are too busy
@@ -62,7 +64,6 @@ HEADER = (
     "processor s",
     "loss",
 )
-TICK = os.sysconf("SC_CLK_TCK")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,29 +99,10 @@ class Setup:
         return 0.0 if self.compute == "none" else self.gradients
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Some steps of one job.
-
-    Attributes:
-      seconds: seconds of each step, of all trainers.
-      loss: mean of the trainers' last losses.
-      sent: bytes that all hosts have sent, for each step.
-      processor: processor seconds of the job's processes, for each step.
-      busy: share of time in which the machine's processors were busy.
-    """
-
-    seconds: list[float]
-    loss: float
-    sent: float
-    processor: float
-    busy: float
-
-
 # -- a job -----------------------------------------------------------------------------------------
 
 
-class HostJob:
+class HostJob(Roles):
     """Job whose roles are processes on separate hosts: servers first, then trainers.
 
     Args:
@@ -129,95 +111,30 @@ class HostJob:
     """
 
     def __init__(self, kind: str, setup: Setup, hosts: Namespaces, folder: Path) -> None:
-        self.hosts, self.folder, self.kind = hosts, folder, kind
+        self.hosts = hosts
         addresses = [hosts.address(i) for i in range(setup.hosts)]
-        table = dtrans.role_table("pserver", setup.trainers, setup.pservers)
+        names = hosts.names
+        if kind == "gloo":
+            # a ring has no servers: it runs on the trainers' hosts
+            table = dtrans.role_table("nccl2", setup.trainers)
+            addresses, names = addresses[setup.pservers :], names[setup.pservers :]
+        else:
+            table = dtrans.role_table("pserver", setup.trainers, setup.pservers)
         script = [sys.executable, str(FOLDER / "hosts_roles.py"), kind]
-        command = [*script, setup.model, setup.compute, str(setup.pause)]
-        plain = {k: v for k, v in os.environ.items() if not k.startswith("DTRANS_")}
-        shared = {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",  # a host has one processor
-            "DTRANS_TOKEN": secrets.token_hex(32),
-            "DTRANS_TRANSPORT_ENCRYPTION": setup.encryption,
-        }
-        self.roles: dict[str, subprocess.Popen[str]] = {}
-        for i, entry in enumerate(table.at(addresses, JOBS[kind])):
-            with (folder / f"{kind} {entry.name}").open("w") as log:
-                self.roles[entry.name] = subprocess.Popen(
-                    [hosts.rsh, hosts.names[i], *command],  # no Unix sockets between hosts
-                    env={**plain, **shared, **entry.environment},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    start_new_session=True,  # Ctrl-C ends this process, which then ends the roles
-                )
-        self.trainers = [self.roles[e.name] for e in table.of("trainer")]
+        argv = [*script, setup.model, setup.compute, str(setup.pause)]
+        shared = role_environment(setup.encryption)
+        commands = {}
+        for name, entry in zip(names, table.at(addresses, JOBS[kind]), strict=True):
+            on_host = [hosts.rsh, name, *argv]  # no Unix sockets between hosts
+            commands[entry.name] = Command(on_host, {**shared, **entry.environment})
+        super().__init__(kind, commands, folder)
 
     def run(self, steps: int) -> Window:
-        """Run some steps."""
-        sent, processor, (busy, total) = self.hosts.sent_bytes(), self._processor(), _busy_ticks()
-        for trainer in self.trainers:
-            with contextlib.suppress(BrokenPipeError):
-                trainer.stdin.write(f"{steps}\n")
-                trainer.stdin.flush()
-        seconds, losses = [], []
-        for trainer in self.trainers:
-            line = trainer.stdout.readline()
-            if not line:
-                raise RuntimeError(f"a role of the job {self.kind} has failed\n{self._errors()}")
-            answer = json.loads(line)
-            seconds += answer["seconds"]
-            losses.append(answer["loss"])
-        now_busy, now = _busy_ticks()
-        return Window(
-            seconds,
-            statistics.mean(losses),
-            (self.hosts.sent_bytes() - sent) / steps,
-            (self._processor() - processor) / steps,
-            (now_busy - busy) / (now - total),
-        )
-
-    def close(self) -> None:
-        """End the trainers, and so the servers."""
-        for role in self.roles.values():
-            role.stdin.close()
-        for name, role in self.roles.items():
-            if role.wait(60):
-                raise RuntimeError(f"{name} of the job {self.kind} has failed\n{self._errors()}")
-
-    def kill(self) -> None:
-        """Kill processes that still run."""
-        for role in self.roles.values():
-            role.kill()
-            role.wait()
-            for pipe in (role.stdin, role.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-
-    def _processor(self) -> float:
-        """Return the processor seconds of all roles."""
-        total = 0
-        for role in self.roles.values():
-            with contextlib.suppress(FileNotFoundError):
-                fields = Path(f"/proc/{role.pid}/stat").read_text().rpartition(")")[2].split()
-                total += int(fields[11]) + int(fields[12])  # in user mode, and in the kernel
-        return total / TICK
-
-    def _errors(self) -> str:
-        """Return the last lines of each role's output."""
-        texts = []
-        for path in sorted(self.folder.glob(f"{self.kind} *")):
-            lines = path.read_text().splitlines()[-5:]
-            texts += [f"{path.name.removeprefix(self.kind)}: {line}" for line in lines]
-        return "\n".join(texts)
-
-
-def _busy_ticks() -> tuple[int, int]:
-    """Return the ticks in which processors were busy, and all ticks."""
-    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle, and waiting for disks
+        """Run some steps, and count the bytes that the hosts send."""
+        before = self.hosts.sent_bytes()
+        window = super().run(steps)
+        sent = (self.hosts.sent_bytes() - before) / steps
+        return dataclasses.replace(window, sent=sent)
 
 
 # -- measurements ----------------------------------------------------------------------------------

@@ -1,8 +1,12 @@
 """Roles of the jobs that `hosts.py` measures.
 
     python hosts_roles.py dtrans MODEL COMPUTE SECONDS    a trainer or a server, in dtrans
+    python hosts_roles.py async MODEL COMPUTE SECONDS     the same, asynchronous
     python hosts_roles.py sockets MODEL COMPUTE SECONDS   the same on plain sockets
+    python hosts_roles.py gloo MODEL COMPUTE SECONDS      a trainer of data parallelism over Gloo
     python hosts_roles.py gradients MODEL                 prints the seconds of a trainer's gradients
+
+The last trainer has no servers: it is written by hand with `jax.shard_map` and `jax.lax.pmean`.
 
 The role is in the environment (`dtrans.Role.from_env`). COMPUTE is one of:
 
@@ -10,43 +14,40 @@ The role is in the environment (`dtrans.Role.from_env`). COMPUTE is one of:
     sleep   it sleeps SECONDS, and sends gradients of the same size that cost almost nothing
     none    as `sleep`, without the pause
 
-For each number on standard input, a trainer runs this number of steps. It prints the seconds of
-each step, and the last loss, as JSON.
+Trainers run the steps that standard input requests (`windows.answer_windows`).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from models import Model, mlp_model, programs, training
+import optax
+from mlp_job import MODELS, batch, first_params
+from models import Model, mlp_model, programs, training, tx
 from socket_servers import SocketServer, SocketTrainer, rows_of_server
+from windows import answer_windows
 
 import dtrans
 from dtrans.endpoints import split_endpoint
 
 
-ROWS = 64  # of the batch, for each trainer
-MODELS = {
-    "0.2M": [784, 256, 10],
-    "1.9M": [784, 1024, 1024, 10],
-    "25M": [1024, 4096, 4096, 1024],
-}
 COMPUTE = ("run", "sleep", "none")
 WAIT = 600.0  # seconds that a role waits for others; the jobs run in turn
-KEY = jax.random.key(0)
 
 
 def model_for(name: str, compute: str, trainers: int) -> Model:
     """Return a model and its global batch."""
-    model = mlp_model(MODELS[name], ROWS * trainers)
+    sizes = MODELS[name]
+    model = mlp_model(sizes, 1)._replace(
+        params=lambda key: first_params(sizes, jnp),
+        batch=tuple(map(jnp.asarray, batch(sizes, trainers))),
+    )
     if compute == "run":
         return model
 
@@ -56,29 +57,21 @@ def model_for(name: str, compute: str, trainers: int) -> Model:
     return model._replace(loss_fn=mean_of_all)
 
 
-def plan_for(name: str, compute: str, pservers: tuple[str, ...], trainers: int) -> Any:
-    """Return the plan of a job of dtrans."""
+def plan_for(
+    name: str, compute: str, pservers: tuple[str, ...], trainers: int, mode: Any = None
+) -> Any:
+    """Return the plan of a job of dtrans, by default a synchronous one."""
     main, startup = programs(*training(model_for(name, compute, 1)))
-    return dtrans.pserver(main, startup, pservers=pservers, trainers=trainers)
+    mode = mode or dtrans.Sync()
+    return dtrans.pserver(main, startup, pservers=pservers, trainers=trainers, mode=mode)
 
 
-def answer_windows(step: Callable[[], Any], pause: float) -> None:
-    """Run the steps that standard input requests."""
-    for line in sys.stdin:
-        times = [time.perf_counter()]
-        for _ in range(int(line)):
-            time.sleep(pause)
-            loss = step()
-            times.append(time.perf_counter())
-        print(json.dumps({"seconds": np.diff(times).tolist(), "loss": float(loss)}), flush=True)
-
-
-def run_dtrans(name: str, compute: str, pause: float) -> None:
+def run_dtrans(name: str, compute: str, pause: float, mode: Any = None) -> None:
     """Run a role of a job of dtrans."""
     role = dtrans.Role.from_env()
-    plan = plan_for(name, compute, role.pserver_endpoints, role.trainers)
+    plan = plan_for(name, compute, role.pserver_endpoints, role.trainers, mode)
     with plan.on_cluster(deadline=WAIT, patience=WAIT) as job:
-        state = job.init(KEY)
+        state = job.init(jax.random.key(0))
         if role.is_pserver:
             job.serve(state)
             return
@@ -96,7 +89,7 @@ def run_sockets(name: str, compute: str, pause: float) -> None:
     """Run a role of the job on plain sockets."""
     role = dtrans.Role.from_env()
     model = model_for(name, compute, role.trainers)
-    leaves, tree = jax.tree.flatten(model.params(KEY))
+    leaves, tree = jax.tree.flatten(model.params(jax.random.key(0)))
     params = [np.array(leaf) for leaf in leaves]
     endpoints = [split_endpoint(e) for e in role.pserver_endpoints]
     if role.is_pserver:
@@ -118,10 +111,53 @@ def run_sockets(name: str, compute: str, pause: float) -> None:
         answer_windows(step, pause)
 
 
+def run_gloo(name: str, compute: str, pause: float) -> None:
+    """Run a trainer that averages its gradients with the other trainers over Gloo."""
+    role = dtrans.Role.from_env()
+    first = role.trainer_endpoints[0]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        first, role.trainers, role.trainer_id, coordinator_bind_address=first
+    )
+    mesh = jax.make_mesh((role.trainers,), ("trainers",))
+    replicated, by_rows = jax.P(), jax.P("trainers")
+    model = model_for(name, compute, role.trainers)
+
+    def update(state: Any, x: jax.Array, y: jax.Array) -> Any:
+        params, moments = state
+        loss, found = jax.value_and_grad(model.loss_fn)(params, x, y)
+        changes, moments = tx.update(jax.lax.pmean(found, "trainers"), moments, params)
+        return (optax.apply_updates(params, changes), moments), loss[None]
+
+    sharded = jax.shard_map(
+        update,
+        mesh=mesh,
+        in_specs=(replicated, by_rows, by_rows),
+        out_specs=(replicated, by_rows),
+        check_vma=False,
+    )
+    jitted = jax.jit(sharded, donate_argnums=0)
+    params = model.params(jax.random.key(0))
+    place = lambda spec, x: jax.make_array_from_process_local_data(
+        jax.NamedSharding(mesh, spec), np.asarray(x)
+    )
+    state = jax.tree.map(lambda x: place(replicated, x), (params, tx.init(params)))
+    rows = dtrans.shard_batch(model.batch, role.trainer_id, role.trainers)
+    part = [place(by_rows, x) for x in rows]
+
+    def step() -> Any:
+        nonlocal state
+        state, loss = jitted(state, *part)
+        return loss.addressable_data(0)[0]
+
+    answer_windows(step, pause)
+    jax.distributed.shutdown()
+
+
 def time_gradients(name: str) -> None:
     """Print the median seconds of the gradients of one trainer."""
     model = model_for(name, "run", 1)
-    params, gradients = model.params(KEY), jax.jit(jax.value_and_grad(model.loss_fn))
+    params, gradients = model.params(jax.random.key(0)), jax.jit(jax.value_and_grad(model.loss_fn))
     times = []
     for _ in range(8):
         begun = time.perf_counter()
@@ -135,5 +171,9 @@ if __name__ == "__main__":
     if kind == "gradients":
         time_gradients(name)
     else:
-        run = {"dtrans": run_dtrans, "sockets": run_sockets}[kind]
-        run(name, rest[0], float(rest[1]))
+        compute, pause = rest[0], float(rest[1])
+        if kind == "async":
+            run_dtrans(name, compute, pause, dtrans.Async())
+        else:
+            run = {"dtrans": run_dtrans, "sockets": run_sockets, "gloo": run_gloo}[kind]
+            run(name, compute, pause)

@@ -109,7 +109,7 @@ class SocketServer:
             with self.lock:
                 self.arrived[number] += 1
                 if self.arrived[number] == self.trainers:
-                    self._update(number)
+                    self.update(number)
                     for blocks in self.updated:
                         blocks.put(number)
             number = (number + 1) % len(self.blocks)
@@ -120,7 +120,7 @@ class SocketServer:
             while (number := self.updated[trainer].get()) is not None:
                 link.sendall(self.params[self.blocks[number]])
 
-    def _update(self, number: int) -> None:
+    def update(self, number: int) -> None:
         """Update a block with Adam, in place."""
         block = self.blocks[number]
         self.arrived[number] = 0
