@@ -2,16 +2,18 @@
 
     python benchmarks/hosts.py                     25M parameters, 2 + 2 hosts, 1 Gbit/s
     python benchmarks/hosts.py --model 1.9M --rate 1gbit --rate 200mbit
-    python benchmarks/hosts.py --trainers 4 --pservers 4 --compute sleep
+    python benchmarks/hosts.py --hosts 8 --compute sleep --ring
 
 Each trainer and each server runs on a separate host: a network namespace with a link to one switch.
 Both directions of each link have the given rate (`tools/namespaces.py`). The script needs Linux and
 root. It removes its namespaces, processes and queues at the end, also after an error or Ctrl-C.
 
 Two jobs run in turn, some steps each: one of dtrans, and the same job on plain sockets
-(`socket_servers.py`). While one runs, the other waits. In the same run, plain sockets measure the
-bandwidth of a link, while both directions are busy. From this bandwidth, the plan computes the
-bound: a step takes at least the time in which the busiest link carries its bytes (`dtrans.costs`).
+(`socket_servers.py`). With `--ring`, a third job has no servers: its trainers average their
+gradients over Gloo (`hosts_roles.py`). While one job runs, the others wait. In the same run, plain
+sockets measure the bandwidth of a link, while both directions are busy. From this bandwidth, the
+plan computes the bound: a step takes at least the time in which the busiest link carries its bytes
+(`dtrans.costs`).
 
 All hosts share the processors of this machine. If the processors are busy for more than 70 % of the
 time, they limit the steps, and not the links. Then the script measures again at 200 Mbit/s.
@@ -22,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import statistics
@@ -43,8 +46,9 @@ from dtrans.ir.display import plan_text
 from tools.namespaces import Namespaces, namespaces, why_not
 
 
-# the jobs, and the first port of their servers or trainers
+# the jobs, and the first port of their servers, or of the ring's trainers
 JOBS = {"dtrans": 6174, "sockets": 7174, "gloo": 8174}
+RING = "gloo"
 FOLDER = Path(__file__).parent
 BUSY = 0.7  # share of the processors' time; above, processors limit the steps
 SLOW = "200mbit"  # rate of the links if the processors are too busy
@@ -75,6 +79,7 @@ class Setup:
       compute: a member of `hosts_roles.COMPUTE`.
       encryption: the option `transport_encryption` of dtrans's job.
       gradients: seconds in which a trainer computes its gradients on an idle machine.
+      ring: True if trainers without servers are measured as well.
     """
 
     model: str
@@ -83,10 +88,16 @@ class Setup:
     compute: str
     encryption: str
     gradients: float = 0.0
+    ring: bool = False
 
     @property
     def hosts(self) -> int:
         return self.trainers + self.pservers
+
+    @property
+    def jobs(self) -> list[str]:
+        """Jobs that are measured, keys of `JOBS`."""
+        return [kind for kind in JOBS if self.ring or kind != RING]
 
     @property
     def pause(self) -> float:
@@ -114,8 +125,8 @@ class HostJob(Roles):
         self.hosts = hosts
         addresses = [hosts.address(i) for i in range(setup.hosts)]
         names = hosts.names
-        if kind == "gloo":
-            # a ring has no servers: it runs on the trainers' hosts
+        if kind == RING:
+            # a ring has no servers: it runs on the trainers' hosts alone
             table = dtrans.role_table("nccl2", setup.trainers)
             addresses, names = addresses[setup.pservers :], names[setup.pservers :]
         else:
@@ -197,18 +208,16 @@ class Result:
 
     @property
     def busy(self) -> float:
-        """Largest share of time in which the processors were busy, of both jobs."""
-        return max(self._median(kind, "busy") for kind in JOBS)
+        """Largest share of time in which the processors were busy, of all jobs."""
+        return max(self._median(kind, "busy") for kind in self.windows)
 
     def seconds(self, kind: str) -> float:
         """Return the median seconds of a job's step."""
         return statistics.median(x for window in self.windows[kind] for x in window.seconds)
 
-    @property
-    def ratio(self) -> float:
-        """Seconds of a step of dtrans divided by those on plain sockets: median over pairs."""
-        ours, theirs = (self.windows[kind] for kind in JOBS)
-        pairs = zip(ours, theirs, strict=True)
+    def ratio(self, other: str = "sockets") -> float:
+        """Return the seconds of a step of dtrans / those of another job: median over pairs."""
+        pairs = zip(self.windows["dtrans"], self.windows[other], strict=True)
         return statistics.median(
             statistics.median(a.seconds) / statistics.median(b.seconds) for a, b in pairs
         )
@@ -224,7 +233,7 @@ class Result:
         )
         least = max(self.bound, setup.compute_seconds)
         rows = []
-        for kind in JOBS:
+        for kind in self.windows:
             seconds, sent = self.seconds(kind), self._median(kind, "sent")
             row = (
                 kind,
@@ -238,8 +247,13 @@ class Result:
                 f"{self.windows[kind][-1].loss:.4g}",
             )
             rows.append(row)
+        ratios = [
+            f"dtrans / {other}: {self.ratio(other):.2f}"
+            for other in self.windows
+            if other != "dtrans"
+        ]
         notes = [
-            f"dtrans / sockets: {self.ratio:.2f}, median of {len(self.windows['dtrans'])} pairs",
+            f"{', '.join(ratios)}; medians of {len(self.windows['dtrans'])} pairs",
             f"bound: {self.costs.link_bytes:,.0f} bytes on the busiest link in one direction, "
             f"{self.bound:.3f} s at the measured {both / 1e6:.1f} MB/s "
             f"({one_way / 1e6:.1f} MB/s if the other direction is idle)",
@@ -265,7 +279,7 @@ def measure(
     payload = setup.trainers * sum(plan.bytes_per_step.values())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         jobs = {}
-        for kind in JOBS:
+        for kind in setup.jobs:
             jobs[kind] = HostJob(kind, setup, hosts, Path(folder))
             stack.callback(jobs[kind].kill)
         for job in jobs.values():
@@ -275,7 +289,7 @@ def measure(
                 hosts.shape(i, rate, delay)
             before = measure_link(hosts)
             count = steps or _steps_of_window(plan.costs(before[1]))
-            windows: dict[str, list[Window]] = {kind: [] for kind in JOBS}
+            windows: dict[str, list[Window]] = {kind: [] for kind in jobs}
             for _ in range(rounds):
                 for kind, job in jobs.items():
                     windows[kind].append(job.run(count))
@@ -298,39 +312,61 @@ def _end(number: int, frame: Any) -> NoReturn:
     raise SystemExit(128 + number)
 
 
+def compute_of(text: str) -> tuple[str, float]:
+    """Return the member of `COMPUTE`, and the seconds of the gradients; 0 if unknown."""
+    if text in COMPUTE:
+        return text, 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        expected = f"expected one of {', '.join(COMPUTE)}, or a number of seconds above 0"
+        raise typer.BadParameter(expected, param_hint="compute")
+    return "sleep", seconds
+
+
 def main(
     model: str = typer.Option("25M", help=f"Parameters: {', '.join(MODELS)}."),
     trainers: int = typer.Option(2, min=1, help="Number of trainers."),
     pservers: int = typer.Option(2, min=1, help="Number of servers."),
+    hosts: int = typer.Option(
+        0, min=0, help="Number of hosts, half of them trainers; replaces both numbers."
+    ),
     rate: list[str] = typer.Option(["1gbit"], help="Rate of each link; may be repeated."),
     delay: float = typer.Option(0.0, min=0, help="Milliseconds from each host to the switch."),
     compute: str = typer.Option(
         "none",
         help="run: trainers compute gradients. sleep: they sleep as long as the gradients take on "
-        "the idle machine. none: neither.",
+        "the idle machine. A number: they sleep this number of seconds. none: neither.",
     ),
+    ring: bool = typer.Option(False, "--ring", help="Also measure a ring of trainers over Gloo."),
     rounds: int = typer.Option(5, min=1, help="Number of windows of each job."),
     steps: int = typer.Option(0, min=0, help="Steps of a window; 0 for about six seconds."),
     encryption: str = typer.Option("disabled", help="transport_encryption of dtrans's job."),
 ) -> None:
     """Measure parameter servers on hosts whose links have a known rate."""
-    for name, value, choices in (("model", model, MODELS), ("compute", compute, COMPUTE)):
-        if value not in choices:
-            raise typer.BadParameter(f"expected one of {', '.join(choices)}", param_hint=name)
+    compute, seconds = compute_of(compute)
+    if hosts % 2:
+        raise typer.BadParameter("expected an even number", param_hint="hosts")
+    if hosts:
+        trainers = pservers = hosts // 2
+    if model not in MODELS:
+        raise typer.BadParameter(f"expected one of {', '.join(MODELS)}", param_hint="model")
     reason = why_not("tbf", *(["netem"] if delay else []))
     if reason:
         print(f"links cannot be measured here: {reason}", file=sys.stderr)
         raise typer.Exit(1)
-    setup = Setup(model, trainers, pservers, compute, encryption)
-    if compute != "none":
+    setup = Setup(model, trainers, pservers, compute, encryption, seconds, ring)
+    if compute != "none" and not seconds:
         setup = dataclasses.replace(setup, gradients=seconds_of_gradients(setup))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
     rates = list(rate)
-    with namespaces(setup.hosts) as hosts, contextlib.ExitStack() as stack:
+    with namespaces(setup.hosts) as created, contextlib.ExitStack() as stack:
         # a second Ctrl-C must not stop the removal of the namespaces
         stack.callback(signal.signal, signal.SIGINT, signal.SIG_IGN)
-        for result in measure(setup, hosts, rates, delay / 1e3, rounds, steps):
+        for result in measure(setup, created, rates, delay / 1e3, rounds, steps):
             print(result, flush=True)
             if result.busy > BUSY:
                 print(

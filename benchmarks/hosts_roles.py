@@ -4,7 +4,7 @@
     python hosts_roles.py async MODEL COMPUTE SECONDS     the same, asynchronous
     python hosts_roles.py sockets MODEL COMPUTE SECONDS   the same on plain sockets
     python hosts_roles.py gloo MODEL COMPUTE SECONDS      a trainer of data parallelism over Gloo
-    python hosts_roles.py gradients MODEL                 prints the seconds of a trainer's gradients
+    python hosts_roles.py gradients MODEL                 prints the seconds of the gradients
 
 The last trainer has no servers: it is written by hand with `jax.shard_map` and `jax.lax.pmean`.
 

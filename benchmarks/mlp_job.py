@@ -85,8 +85,8 @@ def gradients(
     loss = float(np.mean(error * error))
     flow = error * np.float32(2 / error.size)
     found: list[np.ndarray] = []
-    for (_, w), given in zip(reversed(layers), reversed(inputs), strict=True):
-        found = [flow.sum(0), given.T @ flow, *found]
-        if given is not inputs[0]:
-            flow = (flow @ w.T) * (given > 0)
+    for (_, w), entered in zip(reversed(layers), reversed(inputs), strict=True):
+        found = [flow.sum(0), entered.T @ flow, *found]
+        if entered is not inputs[0]:
+            flow = (flow @ w.T) * (entered > 0)
     return loss, found

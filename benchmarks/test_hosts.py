@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hosts import JOBS, Setup, measure
-from hosts_roles import MODELS
+from hosts import Setup, measure
+from mlp_job import MODELS
 
 from tools.namespaces import namespaces, why_not
 
@@ -25,8 +25,8 @@ def test_two_trainers_and_two_servers_on_four_hosts(benchmark, report, parameter
         run = lambda: list(measure(setup, hosts, ["1gbit"], 0.0, ROUNDS, steps=ROUNDS))
         (result,) = benchmark.pedantic(run, rounds=1)
     print(f"\n{result}")
-    ours, theirs = (result.windows[kind][-1] for kind in JOBS)
+    ours, theirs = (result.windows[kind][-1] for kind in setup.jobs)
     assert math.isclose(ours.loss, theirs.loss, rel_tol=1e-4)  # both jobs do the same work
     assert ours.sent >= result.payload
-    seconds = [result.seconds(kind) for kind in JOBS]
-    report(f"{parameters}: a step / on plain sockets", result.ratio, *(1 / x for x in seconds))
+    seconds = [result.seconds(kind) for kind in setup.jobs]
+    report(f"{parameters}: a step / on plain sockets", result.ratio(), *(1 / x for x in seconds))

@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -143,7 +144,10 @@ class Roles:
                 raise RuntimeError(f"{name} of the job {self.kind} has failed\n{self._errors()}")
 
     def kill(self) -> None:
-        """Kill processes that still run."""
+        """Kill processes that still run, also those that the roles have started."""
+        for pid in ticks_of_tree({role.pid for role in self.roles.values()}):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         for role in self.roles.values():
             role.kill()
             role.wait()
@@ -166,6 +170,11 @@ class Roles:
 
 def processor_seconds(roots: set[int]) -> float:
     """Return the processor seconds of processes and their descendants, in user mode and kernel."""
+    return sum(ticks_of_tree(roots).values()) / TICK
+
+
+def ticks_of_tree(roots: set[int]) -> dict[int, int]:
+    """Return the ticks of processes and their descendants, by process id."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -174,13 +183,14 @@ def processor_seconds(roots: set[int]) -> float:
             pid = int(path.parent.name)
             parents[pid] = int(fields[1])
             ticks[pid] = sum(map(int, fields[11:15]))  # with those of children that have ended
-    total = 0
+    found = {}
     for pid, count in ticks.items():
         ancestor = pid
         while ancestor not in roots and ancestor in parents:
             ancestor = parents[ancestor]
-        total += count * (ancestor in roots)
-    return total / TICK
+        if ancestor in roots:
+            found[pid] = count
+    return found
 
 
 def _busy_ticks() -> tuple[int, int]:

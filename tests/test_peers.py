@@ -16,7 +16,7 @@ import pytest
 from models import mlp_model
 from peers import driver
 from peers.roles import Role
-from windows import Command, Roles, Window, answer_windows, processor_seconds
+from windows import Command, Roles, Window, answer_windows, processor_seconds, ticks_of_tree
 
 import dtrans
 
@@ -86,6 +86,29 @@ def test_a_window_has_the_mean_losses_of_the_trainers(tmp_path: Path) -> None:
     job.kill()
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.process
+def test_killed_roles_leave_no_descendant(tmp_path: Path) -> None:
+    child = "import signal; signal.pause()"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
+    job = Roles("sample", {"trainer 0": Command([sys.executable, "-c", code], {})}, tmp_path)
+    roots = {role.pid for role in job.roles.values()}
+    while len(tree := ticks_of_tree(roots)) < 2:
+        time.sleep(0.01)
+    job.kill()
+    (descendant,) = tree.keys() - roots
+    limit = time.monotonic() + 30
+    while is_running(descendant):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
 @pytest.mark.process
 def test_a_failed_role_is_named_with_its_last_lines(tmp_path: Path) -> None:
     job = Roles("sample", {"trainer 0": Command([sys.executable, "-c", "1 / 0"], {})}, tmp_path)
@@ -96,7 +119,7 @@ def test_a_failed_role_is_named_with_its_last_lines(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_processor_time_includes_descendants() -> None:
-    """A grandchild computes; its parent waits for it."""
+    """Measure a parent that waits, while its child computes."""
     busy = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
     pipe = subprocess.PIPE
@@ -124,7 +147,7 @@ def test_a_pause_is_part_of_each_step(
 def test_a_peer_that_cannot_be_installed_is_skipped_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index of packages is an empty folder."""
+    """Use an empty folder as the index of packages."""
     monkeypatch.setattr(driver, "FOLDER", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -223,7 +246,7 @@ def test_losses_of_another_job_are_an_error() -> None:
 
 
 def test_ratios_are_medians_over_pairs_of_a_round() -> None:
-    """The second round is slow for both jobs; the ratios of medians would be 2 and 1."""
+    """Slow both jobs down in the second round; the ratios of medians would be 1.5 and 3."""
     windows = {
         "dtrans": [window(40, 0.04), window(10, 0.08), window(30, 0.06)],
         "sockets": [window(20, 0.02), window(2, 0.02), window(20, 0.06, loss=0.25)],

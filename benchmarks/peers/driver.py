@@ -5,8 +5,8 @@
 
 The job is an MLP with Adam on two trainers and two servers, all on this host (`mlp_job.py`). Every
 process has one thread for arithmetic. All jobs stay ready, and run their windows in turn. While one
-runs, the others wait. Each window gives steps per second, and the processor time of all processes of
-the job. A ratio is the median over pairs of windows of the same round.
+runs, the others wait. Each window gives steps per second, and the processor time of all processes
+of the job. A ratio is the median over pairs of windows of the same round.
 
 Peers without dtrans run in environments of their own, which this script creates in `.venv-peers`
 with pinned versions. A variable selects another interpreter: DTRANS_TORCH or DTRANS_RAY. A peer

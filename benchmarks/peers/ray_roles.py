@@ -44,8 +44,8 @@ class ServerActor:
 
     def apply(self, *found: np.ndarray) -> np.ndarray:
         """Update with the gradients of all trainers, and return the parameters."""
-        for own, other in zip(self.server.gradients, found, strict=True):
-            own[:] = other
+        for target, vector in zip(self.server.gradients, found, strict=True):
+            target[:] = vector
         for number in range(len(self.server.blocks)):
             self.server.update(number)
         return self.server.params
@@ -91,11 +91,10 @@ def run(name: str, role: Role) -> None:
     def step() -> float:
         nonlocal params
         found = [t.gradients.options(num_returns=1 + count).remote(*params) for t in trainers]
-        params = [
-            server.apply.remote(*(f[1 + i] for f in found)) for i, server in enumerate(servers)
-        ]
+        losses, *parts = zip(*found, strict=True)
+        params = [s.apply.remote(*part) for s, part in zip(servers, parts, strict=True)]
         ray.wait(params, num_returns=count, fetch_local=False)
-        return float(np.mean(ray.get([f[0] for f in found])))
+        return float(np.mean(ray.get(list(losses))))
 
     answer_windows(step)
     ray.shutdown()
