@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -18,10 +18,19 @@ class Inbox:
     Args:
       memory: maps the name of each block to contiguous memory for it.
       refusal: returns the error text for a block name that is not in `memory`.
+      adopts: names of blocks that are not copied from shared memory. Their entry in `memory` is then
+        replaced by the shared memory, which is read-only.
     """
 
-    def __init__(self, memory: Mapping[str, np.ndarray], refusal: Callable[[str], str]) -> None:
-        self.memory = memory
+    def __init__(
+        self,
+        memory: Mapping[str, np.ndarray],
+        refusal: Callable[[str], str],
+        *,
+        adopts: Collection[str] = (),
+    ) -> None:
+        self.memory = dict(memory)
+        self._adopts = adopts
         self._arrived: dict[str, int] = {}
         self._refusal = refusal
 
@@ -31,7 +40,11 @@ class Inbox:
         Raises:
           WireError: the message has a part that is not expected. Then nothing is copied.
         """
-        wire.unpack(message, self._target, self._arrived)
+        wire.unpack(message, self._target, self._arrived, self._adopt, self._adopts)
+
+    def _adopt(self, name: str, data: np.ndarray) -> None:
+        block = self.memory[name]
+        self.memory[name] = data.view(block.dtype).reshape(block.shape)
 
     def _target(self, name: str) -> np.ndarray:
         if name not in self.memory:
@@ -82,6 +95,14 @@ class Inbox:
           memory: the new memory, by the array's name.
         """
         self.memory = {**self.memory, **memory}
+
+    def zero(self) -> None:
+        """Set all arrays to zero."""
+        for name, x in self.memory.items():
+            if x.flags.writeable:
+                x.fill(0)
+            else:
+                self.memory[name] = np.zeros_like(x)
 
     def drop(self, name: str) -> None:
         """Stop expecting an array, and release its memory."""

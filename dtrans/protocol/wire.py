@@ -143,7 +143,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -162,6 +162,10 @@ MAX_MESSAGE = 16 << 20  # maximum bytes of a frame; `limits` computes a lower li
 # maximum bytes of a header without names of blocks; the largest field is the plan's fingerprint
 HELLO = 512 << 10
 ROW = 256  # bytes that a block adds to a header, without the block's name
+
+# First byte of a frame with the places of other frames in shared memory. No header begins with it,
+# because msgpack does not use it.
+PLACES = b"\xc1"
 
 Piece = tuple[str, int, int]
 
@@ -263,6 +267,23 @@ FOLLOWED = ("send", "send_barrier")
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedFrame:
+    """Received frame in memory that its sender shares with this process (read-only).
+
+    Attributes:
+      buffer: bytes of the frame.
+      rest: the memory from the first byte of the frame on. If the frame is the first part of an
+        array, the sender writes the later parts there, too.
+    """
+
+    buffer: np.ndarray
+    rest: np.ndarray
+
+    def __len__(self) -> int:
+        return self.buffer.nbytes
+
+
+@dataclasses.dataclass(frozen=True)
 class Message:
     """Received message: its op, the fields of its header, and its raw frames."""
 
@@ -293,6 +314,8 @@ def parse(parts: Sequence[Any]) -> Message:
     """
     if not parts:
         raise WireError("an empty message")
+    if _view(parts[0])[:1] == PLACES:
+        raise WireError("a message with places in shared memory that this process cannot read")
     try:
         fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
     # msgpack raises both types of exceptions.
@@ -450,7 +473,13 @@ def framed(
         yield [header(op, **fields, **stamp(), pieces=pieces), *frames]
 
 
-def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[str, int]) -> None:
+def unpack(
+    message: Message,
+    target: Callable[[str], np.ndarray],
+    arrived: dict[str, int],
+    adopt: Callable[[str, np.ndarray], None] | None = None,
+    adopted: Container[str] = (),
+) -> None:
     """Copy the arrays in a received message to their memory, after a check of all sizes.
 
     A large array arrives in several messages. If a check fails, nothing is copied.
@@ -458,6 +487,9 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
     Args:
       target: function from a block's name to its memory. It raises WireError for an unknown name.
       arrived: maps the name of each block to the number of its received bytes; updated in place.
+      adopt: function that replaces the memory of a block.
+      adopted: names of blocks that are not copied from shared memory. It becomes their memory, which
+        is then read-only.
 
     Raises:
       WireError: the pieces do not match the frames, a piece does not continue its block, or a piece
@@ -470,7 +502,7 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
             f"{len(tables)}"
         )
     here: dict[str, int] = {}
-    copies: list[tuple[np.ndarray, np.ndarray]] = []
+    copies: list[tuple[str, int, np.ndarray, np.ndarray | None]] = []
     for table, frame in zip(tables, message.frames, strict=True):
         data = np.frombuffer(_view(frame), np.uint8)
         at = 0
@@ -491,14 +523,50 @@ def unpack(message: Message, target: Callable[[str], np.ndarray], arrived: dict[
                     f"bytes {offset} to {offset + nbytes} of {name}; expected its bytes from "
                     f"{before} on"
                 )
-            copies.append((block[offset : offset + nbytes], data[at : at + nbytes]))
+            rest = frame.rest if isinstance(frame, SharedFrame) and len(table) == 1 else None
+            copies.append((name, offset, data[at : at + nbytes], rest))
             at += nbytes
             here[name] = offset + nbytes
         if at != data.nbytes:
             raise WireError(f"a frame of {data.nbytes} bytes, but its header lists {at}")
-    for rows, data in copies:
-        rows[:] = data
+    for name, offset, data, rest in copies:
+        block = target(name)
+        if adopt is None or name not in adopted:
+            block[offset : offset + data.nbytes] = data
+        else:
+            _adopt_or_copy(name, block, offset, data, rest, adopt)
     arrived.update(here)
+
+
+def _adopt_or_copy(
+    name: str,
+    block: np.ndarray,
+    offset: int,
+    data: np.ndarray,
+    rest: np.ndarray | None,
+    adopt: Callable[[str, np.ndarray], None],
+) -> None:
+    """Use the shared memory of a block's first part as its memory, or copy a part to its memory.
+
+    Args:
+      name: name of the block.
+      block: bytes of its memory.
+      offset: position of the part in the block.
+      data: bytes of the part.
+      rest: shared memory from the first byte of the part on; None if the part is not shared.
+      adopt: as for `unpack`.
+    """
+    if rest is not None and offset == 0 and rest.nbytes >= block.nbytes:
+        adopt(name, rest[: block.nbytes])
+        return
+    if not block.flags.writeable:
+        if offset and data.ctypes.data == block.ctypes.data + offset:
+            return  # this part is where the sender has written it
+        own = np.empty_like(block)
+        own[:offset] = block[:offset]
+        adopt(name, own)
+        block = own
+    block[offset : offset + data.nbytes] = data
 
 
 def checked_pieces(table: Any) -> list[Piece]:

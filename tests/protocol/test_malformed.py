@@ -113,7 +113,7 @@ class Server:
         turns = {}
         for k, t in kind._turns.by_trainer.items():
             turns[k] = t.at_barrier, t.waits, dict(t.grads._arrived)
-        grads = {n: x.tobytes() for n, x in kind._turns._grads.items()}
+        grads = {n: x.tobytes() for n, x in kind._turns._gradients().items()}
         known = {k: (t.address, t.session, t.done, t.lost) for k, t in self.trainers.known.items()}
         state = {n: x.tobytes() for n, x in self.update.state.items()}
         return (

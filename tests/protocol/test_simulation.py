@@ -453,7 +453,7 @@ def _answers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _counts_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def make_step(self: Any) -> None:
-        self._continue(self._joint.begin(self._turns._grads, self._trainers.known))
+        self._continue(self._joint.begin(self._turns._gradients(), self._trainers.known))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 
@@ -495,7 +495,7 @@ def _answers_with_rows_of_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None
             for i in sent:
                 grads = self._turns.by_trainer[i].grads
                 rows |= self._rows.requests.gradients(i, grads)
-            update.begin({**self._turns._grads, **rows}, frozenset(sent), self.step)
+            update.begin({**self._turns._gradients(), **rows}, frozenset(sent), self.step)
         real(self, k, message)
         update.state = before
 
@@ -515,7 +515,7 @@ def _counts_rows_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
                 [rows[t.gradients[present[0]]], *again], "sum"
             )
         of = self._trainers.known if self.on_trainer_exit == "paddle" else present
-        self._continue(self._joint.begin({**self._turns._grads, **rows}, of))
+        self._continue(self._joint.begin({**self._turns._gradients(), **rows}, of))
 
     monkeypatch.setattr(SyncServer, "_make_step", make_step)
 

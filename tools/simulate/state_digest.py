@@ -29,7 +29,6 @@ from dtrans.protocol.server.serving import Serving
 from dtrans.protocol.server.step_waits import StepWaits
 from dtrans.protocol.server.trainer_registry import TrainerRegistry
 from dtrans.protocol.server.trainer_state import Trainer
-from dtrans.protocol.server.trainer_turns import TrainerTurns
 from dtrans.protocol.server_blocks import ServerBlocks
 from dtrans.protocol.trainer.operation import PendingAnswer
 from dtrans.protocol.trainer.trainer_line import TrainerLine
@@ -67,7 +66,6 @@ UNUSED: dict[type, frozenset[str]] = {
     ServerLoop: frozenset({"_next_look", "_next_generation_look"}),
     StepWaits: frozenset({"_since"}),
     Trainer: frozenset({"heard_at", "received", "sent"}),
-    TrainerTurns: frozenset({"_grads"}),
     TrainerRegistry: frozenset({"started", "to_servers"}),
     TrainerLine: frozenset({"patience", "_since", "_waits_for", "_reason", "_deadline"}),
     PendingAnswer: frozenset({"memory", "room", "what", "reply"}),

@@ -22,7 +22,7 @@ import numpy as np
 
 from dtrans.errors import PeerError, WireError
 from dtrans.ir.cost import nbytes
-from dtrans.ir.selection import subset
+from dtrans.ir.selection import retain, subset
 from dtrans.protocol import wire
 from dtrans.protocol.buffers import BufferPool
 from dtrans.protocol.inbox import Inbox
@@ -91,9 +91,9 @@ class TrainerTurns:
         self._trainers, self._say = trainers, say
         self._rows, self._exits = rows, exits
         pool = BufferPool()
-        self._grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
-        self._endpoint = served.endpoint
-        self.by_trainer = _turns_of(served, self._grads, rows, trainers.count)
+        grads = {n: pool.take(n, t.shape, t.dtype) for n, t in served.gradients.items()}
+        self._endpoint, self._names = served.endpoint, frozenset(grads)
+        self.by_trainer = _turns_of(served, grads, rows, trainers.count)
         self._sizes = {n: nbytes(t) for n, t in served.params.items()}
         self._reads: list[set[str]] = []  # gradients that each part reads
         for part in update.parts:
@@ -142,7 +142,6 @@ class TrainerTurns:
             if x is not None and (x.shape, x.dtype) != (t.shape, t.dtype):
                 memory[n] = pool.take(n, t.shape, t.dtype)
         grads.renew(memory)
-        self._grads |= memory
 
     def reach_barrier(self, k: int, step: int) -> None:
         """Record that trainer k has sent `send_barrier`.
@@ -187,7 +186,7 @@ class TrainerTurns:
                 late |= reads
                 continue
             self._parts.remove(number)
-            grads = subset(self._grads, reads)
+            grads = self._gradients_of(part)
             new = self._update.update_part(number, grads, frozenset(present), step)
             for k in present:
                 self._send_part(k, step + 1, new)
@@ -196,6 +195,18 @@ class TrainerTurns:
         """Return True if the gradients of all trainers for a part have arrived."""
         sent = itertools.chain.from_iterable(names.items() for names in part.sent)
         return all(self.by_trainer[k].grads.has_rows(n, part.rows) for k, n in sent)
+
+    def _gradients(self) -> dict[str, Any]:
+        """Return all gradients by name, without those of tables."""
+        found: dict[str, Any] = {}
+        for turn in self.by_trainer.values():
+            found |= retain(turn.grads.memory, self._names)
+        return found
+
+    def _gradients_of(self, part: UpdatePart) -> dict[str, np.ndarray]:
+        """Return the gradients that a part reads, by name."""
+        sent = itertools.chain.from_iterable(names.items() for names in part.sent)
+        return {n: self.by_trainer[k].grads.memory[n] for k, n in sent}
 
     def _send_part(self, k: int, step: int, new: Mapping[str, Any]) -> None:
         """Send trainer k the parameters of a part that it requested before it sent gradients."""
@@ -228,9 +239,10 @@ class TrainerTurns:
           PeerError: trainers sent different values of a step argument that the update reads.
         """
         counted = self._exits.counted()
-        _check_arguments(self._arguments, self._grads, sorted(counted), step)
+        grads = self._gradients()
+        _check_arguments(self._arguments, grads, sorted(counted), step)
         inboxes = {k: turn.grads for k, turn in self.by_trainer.items()}
-        return {**self._grads, **self._rows.gradients(inboxes, counted)}, counted
+        return {**grads, **self._rows.gradients(inboxes, counted)}, counted
 
     def end_step(self, step: int) -> None:
         """Begin the turns of the next step, and answer the trainers that wait for parameters.
@@ -255,8 +267,7 @@ class TrainerTurns:
         """
         for k in self._exits.spend(trainers):
             grads = self.by_trainer[k].grads
-            for x in grads.memory.values():
-                x.fill(0)
+            grads.zero()
             self._rows.requests.used(k, grads)
 
     def answer(self, k: int, step: int) -> None:
@@ -283,7 +294,8 @@ def _turns_of(
     for k in range(trainers):
         names = {sent[k] for sent in served.sent} - row_gradients
         memory = subset(grads, names) | rows.requests.memory_of(k)
-        turns[k] = TrainerTurn(Inbox(memory, _unknown_gradient(k, served.endpoint)))
+        inbox = Inbox(memory, _unknown_gradient(k, served.endpoint), adopts=frozenset(names))
+        turns[k] = TrainerTurn(inbox)
     return turns
 
 

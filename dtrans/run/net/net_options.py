@@ -3,6 +3,8 @@
 DTRANS_ALLOW_REMOTE           1 if processes may bind addresses that other hosts can connect to.
                               Launchers of jobs on several hosts set it.
 DTRANS_TRANSPORT_ENCRYPTION   required, auto or disabled; see `dtrans.run.net.keys`.
+DTRANS_SHARED_MEMORY          disabled if processes of one host send all arrays as bytes; auto, the
+                              default, if they may use shared memory (`memory_channel`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dtrans.checks import check_one_of
 
 ALLOW_REMOTE = "DTRANS_ALLOW_REMOTE"
 ENCRYPTION = "DTRANS_TRANSPORT_ENCRYPTION"
+SHARED_MEMORY = "DTRANS_SHARED_MEMORY"
 ENCRYPTIONS = ("required", "auto", "disabled")
 
 
@@ -55,3 +58,14 @@ def choose_encryption(option: str | None) -> str:
         option = os.environ.get(ENCRYPTION, "").strip() or "auto"
         check_one_of(ENCRYPTION, option, ENCRYPTIONS)
     return option
+
+
+def allows_shared_memory() -> bool:
+    """Return True if DTRANS_SHARED_MEMORY allows shared memory between processes of one host.
+
+    Raises:
+      ConfigError: the variable has another value than "auto" or "disabled".
+    """
+    found = os.environ.get(SHARED_MEMORY, "").strip() or "auto"
+    check_one_of(SHARED_MEMORY, found, ("auto", "disabled"))
+    return found == "auto"

@@ -3,14 +3,19 @@
 A link is a DEALER socket. A listener is a ROUTER socket that is bound to its endpoint, and
 optionally to a Unix socket. For each link or listener, ZeroMQ reports connection events on a second
 socket, the monitor. The transport polls both sockets.
+
+Over a Unix socket, large frames are sent in shared memory if both processes agree
+(`memory_channel`).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,9 +23,18 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from dtrans.errors import ConfigError
+from dtrans.errors import ConfigError, WireError
 from dtrans.protocol.transport import LINGER, Event
-from dtrans.run.net.keys import Keys
+from dtrans.run.net.keys import STATUS, Keys
+from dtrans.run.net.memory_channel import (
+    IS_AVAILABLE,
+    MemoryChannel,
+    has_places,
+    knock,
+    open_door,
+)
+from dtrans.run.net.net_options import allows_shared_memory
+from dtrans.run.net.shared_memory import LentMemory
 from dtrans.run.net.sockets import (
     PATIENCE,
     Authenticator,
@@ -37,6 +51,7 @@ from dtrans.run.net.sockets import (
 from dtrans.run.net.temp_dir import TempDir
 
 
+log = logging.getLogger(__name__)
 # maximum seconds of a poll, because ZeroMQ stores the timeout as a C int of milliseconds
 MAX_POLL = 3600.0
 
@@ -64,6 +79,8 @@ class ZmqLink:
         self._handshakes = Handshakes(self.socket, transport.keys, address)
         self.monitor = self._handshakes.monitor
         self._changes: collections.deque[Event] = collections.deque()
+        self._channel = transport.take_channel(address)
+        self._id = self.socket.getsockopt_string(zmq.ROUTING_ID).encode()
         try:
             connect(self.socket, address, transport.keys, user, role)
         except BaseException:  # An open socket would make `ZmqTransport.close` wait forever.
@@ -71,8 +88,8 @@ class ZmqLink:
             raise
 
     @property
-    def polled(self) -> tuple[zmq.Socket[Any], ...]:
-        """The sockets to poll."""
+    def polled(self) -> tuple[Any, ...]:
+        """The sockets to poll, and the file numbers to poll."""
         return (self.socket, self.monitor)
 
     @property
@@ -82,6 +99,8 @@ class ZmqLink:
 
     def send(self, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Link`."""
+        if self._channel is not None:
+            frames = self._channel.pack(frames)
         # If the other process uses another protocol, ZeroMQ gives up the connection. A blocking
         # send would then wait forever.
         with contextlib.suppress(zmq.Again):
@@ -107,17 +126,38 @@ class ZmqLink:
         """
         if self.monitor in ready:
             self._read_monitor()
+        if self._channel is not None and self._channel.file_number in ready:
+            self._channel.take()
+            self._transport.unwatch(self._channel.file_number)
         if not self._changes:
             if self.socket in ready:
-                yield Event("message", self, self.socket.recv_multipart(copy=False))
+                yield Event("message", self, self._receive())
             return
         while self._changes:
             # The monitor was read first. So the socket has all messages that arrived before the
             # connection ended.
             while self._changes and self._changes[0].kind == "broken" and self.socket.poll(0):
-                yield Event("message", self, self.socket.recv_multipart(copy=False))
+                yield Event("message", self, self._receive())
             if self._changes:
                 yield self._changes.popleft()
+
+    def _receive(self) -> Sequence[Any]:
+        """Return the frames of the next message. The first message begins the memory's agreement.
+
+        Only then, the listener knows this link: ZeroMQ has authenticated it.
+        """
+        frames = self.socket.recv_multipart(copy=False)
+        channel = self._channel
+        if channel is not None and not channel.address:
+            channel.offer(self._id)
+            if not channel.is_settled:
+                self._transport.watch(channel.file_number, self)
+        return _without_places(frames, channel)
+
+    def report_memory(self) -> None:
+        """Tell the listener which of its frames in shared memory this process has released."""
+        if self._channel is not None:
+            self._channel.report()
 
     def _read_monitor(self) -> None:
         while int(self.monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # This check is faster than `poll`.
@@ -134,6 +174,9 @@ class ZmqLink:
         if self.socket.closed:
             return
         self._transport.forget(self)
+        if self._channel is not None:
+            self._transport.unwatch(self._channel.file_number)
+            self._channel.close()
         self._changes.clear()
         self._handshakes.close()
         self.socket.close(linger=int(linger * 1000))
@@ -172,11 +215,19 @@ class ZmqListener:
         self.monitor = self._peers.monitor
         self._authenticator = Authenticator(self._context, keys, users)
         self._folder: TempDir | None = None
+        self._door: socket.socket | None = None  # for descriptors of memory files
+        # users that may share memory; observers read only the status
+        self._users = {user for user, role in users.items() if role != STATUS}
+        self._members: set[bytes] = set()  # ids of connected processes of these users
+        self._unsettled: dict[int, MemoryChannel] = {}  # file number -> channel
+        self._channels: dict[bytes, MemoryChannel] = {}  # id of a process -> channel
+        self._lost_channels: list[MemoryChannel] = []  # of processes whose connections have ended
 
     @property
-    def polled(self) -> tuple[zmq.Socket[Any], ...]:
-        """The sockets to poll."""
-        return (self.socket, self.monitor)
+    def polled(self) -> tuple[Any, ...]:
+        """The sockets to poll, and the file numbers to poll."""
+        door = () if self._door is None else (self._door.fileno(),)
+        return (self.socket, self.monitor, *door)
 
     def open(self, endpoint: str, reach: str, *, has_local: bool) -> None:
         """Bind the socket.
@@ -196,6 +247,7 @@ class ZmqListener:
                 path = str(self._folder.path / "socket")
                 if len(os.fsencode(path)) <= zmq.IPC_PATH_MAX_LEN:
                     bind(self.socket, f"ipc://{path}", self._keys)
+                    self._door = open_door(path)
                     self.local = path
         except BaseException:
             self.close()
@@ -209,6 +261,9 @@ class ZmqListener:
 
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Listener`."""
+        channel = self._channels.get(address)
+        if channel is not None:
+            frames = channel.pack(frames)
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([address, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
 
@@ -218,6 +273,8 @@ class ZmqListener:
         Args:
           ready: the sockets that have data to read, as a poll returns them.
         """
+        if self._door is not None:
+            self._agree_on_memory(self._door, ready)
         if self.socket in ready:
             address, *frames = self.socket.recv_multipart(copy=False)
             peer = bytes(address.buffer)
@@ -225,14 +282,17 @@ class ZmqListener:
             # Report the end of an earlier connection before the first message of a later
             # connection.
             for lost in self._peers.take_lost():
-                yield Event("lost", self, address=lost)
-            yield _message_event(self, address, frames)
+                yield self._lost(lost)
+            event = _message_event(self, address, frames, self._channels.get(peer))
+            if event.user in self._users:
+                self._members.add(peer)
+            yield event
             if not is_open and not self._peers.is_connected(peer):
-                yield Event("lost", self, address=peer)
+                yield self._lost(peer)
         if self.monitor in ready:
             self._peers.read_monitor()
         for lost in self._peers.take_lost():
-            yield Event("lost", self, address=lost)
+            yield self._lost(lost)
         while self._refused:
             self._refused -= 1
             yield Event("refused", self)
@@ -240,11 +300,57 @@ class ZmqListener:
     def _count_refused(self) -> None:
         self._refused += 1
 
+    def report_memory(self) -> None:
+        """Tell other processes which of their frames in shared memory this process has released."""
+        for channel in self._channels.values():
+            channel.report()
+
+    def _lost(self, address: bytes) -> Event:
+        """Return the event for the end of a connection."""
+        self._members.discard(address)
+        channel = self._channels.pop(address, None)
+        if channel is not None:
+            channel.lose()
+            self._lost_channels.append(channel)
+        return Event("lost", self, address=address)
+
+    def _agree_on_memory(self, door: socket.socket, ready: Mapping[Any, int]) -> None:
+        """Handle connections for descriptors of memory files, and messages on them.
+
+        Args:
+          door: the socket that listens for these connections.
+          ready: as for `events`.
+        """
+        for number in self._unsettled.keys() & ready.keys():
+            channel = self._unsettled[number]
+            channel.take(self._members)
+            if channel.address in self._members:
+                self._channels[channel.address] = channel
+            if channel.is_settled:
+                self._transport.unwatch(number)
+                del self._unsettled[number]
+        if door.fileno() in ready:
+            line, _ = door.accept()
+            lent = self._transport.lent
+            if lent is None:
+                line.close()  # the other process then sends all arrays as bytes
+                return
+            channel = MemoryChannel(line, lent)
+            self._unsettled[channel.file_number] = channel
+            self._transport.watch(channel.file_number, self)
+
     def close(self, linger: float = 0.0) -> None:
         """Close the listener; see `dtrans.protocol.transport.Listener`."""
         if self.socket.closed:
             return
         self._transport.forget(self)
+        for number, channel in self._unsettled.items():
+            self._transport.unwatch(number)
+            channel.close()
+        for channel in (*self._channels.values(), *self._lost_channels):
+            channel.close()
+        if self._door is not None:
+            self._door.close()
         self._free_endpoint(linger)
         self._authenticator.close()
         self._peers.close()
@@ -269,7 +375,12 @@ class ZmqListener:
                 return
 
 
-def _message_event(listener: ZmqListener, address: zmq.Frame, frames: list[zmq.Frame]) -> Event:
+def _message_event(
+    listener: ZmqListener,
+    address: zmq.Frame,
+    frames: list[zmq.Frame],
+    channel: MemoryChannel | None,
+) -> Event:
     """Return the event for a received message.
 
     A peer's first message is empty, because its socket has the option PROBE_ROUTER. It gives the
@@ -277,7 +388,22 @@ def _message_event(listener: ZmqListener, address: zmq.Frame, frames: list[zmq.F
     """
     if len(frames) == 1 and not len(frames[0]):
         return Event("connected", listener, address=bytes(address.buffer))
-    return Event("message", listener, frames, bytes(address.buffer), user_of(address))
+    whole = _without_places(frames, channel)
+    return Event("message", listener, whole, bytes(address.buffer), user_of(address))
+
+
+def _without_places(frames: list[Any], channel: MemoryChannel | None) -> Sequence[Any]:
+    """Replace places in shared memory by the frames there.
+
+    A message with wrong places is returned unchanged, and `wire.parse` refuses it.
+    """
+    if channel is None or not has_places(frames):
+        return frames
+    try:
+        return channel.unpack(frames)
+    except WireError as e:
+        log.warning("another process of this host sent %s", e)
+        return frames
 
 
 class ZmqTransport:
@@ -302,6 +428,9 @@ class ZmqTransport:
         self.context: zmq.Context[Any] = zmq.Context()
         self._owners: dict[Any, ZmqLink | ZmqListener] = {}  # socket -> its link or listener
         self._poller = zmq.Poller()
+        self._lent: LentMemory | None = None
+        self._uses_memory = IS_AVAILABLE and allows_shared_memory()
+        self._knocked: dict[str, socket.socket] = {}  # address -> connection for descriptors
         self._wake, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -310,6 +439,20 @@ class ZmqTransport:
     def owners(self) -> Sequence[ZmqLink | ZmqListener]:
         """The links and listeners that are open."""
         return tuple(dict.fromkeys(self._owners.values()))
+
+    @property
+    def lent(self) -> LentMemory | None:
+        """Memory of this process, in which processes of this host read frames.
+
+        None if the system has none, or DTRANS_SHARED_MEMORY is "disabled".
+        """
+        if self._lent is None and self._uses_memory:
+            try:
+                self._lent = LentMemory()
+            except OSError as e:
+                log.info("no shared memory: %s", e)
+                self._uses_memory = False
+        return self._lent
 
     def now(self) -> float:
         """Return the time in seconds."""
@@ -366,21 +509,51 @@ class ZmqTransport:
 
     def _listen_to(self, owner: ZmqLink | ZmqListener) -> None:
         for polled in owner.polled:
-            self._owners[polled] = owner
-            self._poller.register(polled, zmq.POLLIN)
+            self.watch(polled, owner)
 
     def forget(self, closing: ZmqLink | ZmqListener) -> None:
         """Stop polling a link or listener that is being closed."""
         for polled in closing.polled:
-            if self._owners.pop(polled, None) is not None:
-                self._poller.unregister(polled)
+            self.unwatch(polled)
+
+    def watch(self, polled: Any, owner: ZmqLink | ZmqListener) -> None:
+        """Poll a socket or a file number of a link or listener."""
+        self._owners[polled] = owner
+        self._poller.register(polled, zmq.POLLIN)
+
+    def unwatch(self, polled: Any) -> None:
+        """Stop polling a socket or a file number, if it is polled."""
+        if self._owners.pop(polled, None) is not None:
+            self._poller.unregister(polled)
 
     def reaches(self, local: str, /) -> bool:
         """Return True if this process can connect to the Unix socket with the path `local`."""
-        return os.path.exists(local)
+        if not IS_AVAILABLE:
+            return os.path.exists(local)
+        line = knock(local)
+        if line is None:
+            return False
+        self._knocked[f"ipc://{local}"] = line
+        return True
+
+    def take_channel(self, address: str) -> MemoryChannel | None:
+        """Return a channel for memory that is shared with a listener; None if there is none.
+
+        Args:
+          address: the address to which a link connects, in ZeroMQ's notation.
+        """
+        line = self._knocked.pop(address, None)
+        if line is None:
+            return None
+        if self.lent is None:
+            line.close()
+            return None
+        return MemoryChannel(line, self.lent)
 
     def poll(self, until: float) -> Iterator[Event]:
         """Wait for events, and yield them; see `dtrans.protocol.transport.Transport`."""
+        for owner in self.owners:
+            owner.report_memory()
         due = [x for x in self.owners if x.is_due]
         wait = 0.0
         if not due:
@@ -409,6 +582,10 @@ class ZmqTransport:
             return
         for owner in self.owners:
             owner.close(linger)
+        for line in self._knocked.values():
+            line.close()
+        if self._lent is not None:
+            self._lent.close()
         self.context.term()
         os.close(self._wake)
         os.close(self._waker)
