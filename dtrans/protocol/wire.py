@@ -315,7 +315,10 @@ def parse(parts: Sequence[Any]) -> Message:
     if not parts:
         raise WireError("an empty message")
     if _view(parts[0])[:1] == PLACES:
-        raise WireError("a message with places in shared memory that this process cannot read")
+        raise WireError(
+            "a message whose header is not msgpack, but places in shared memory that this process "
+            "cannot read"
+        )
     try:
         fields = msgpack.unpackb(_view(parts[0]), raw=False, strict_map_key=True)
     # msgpack raises both types of exceptions.

@@ -38,6 +38,7 @@ from dtrans.run.net.shared_memory import LentMemory, PeerMemory, SentFrames
 log = logging.getLogger(__name__)
 DOOR = "memory"  # name of the socket for descriptors, in the folder of the socket for messages
 BACKLOG = 4096  # connections that wait while the listener's process computes
+LEAST = 64 << 10  # bytes of the smallest frame in shared memory; a smaller one costs less as bytes
 LARGEST = 256  # bytes of the largest message of the agreement
 IS_AVAILABLE = hasattr(os, "memfd_create")  # Linux
 
@@ -140,7 +141,7 @@ class MemoryChannel:
         if self.may_send:
             self.is_settled = True
             self._lent.add_reader(self._sent)
-            log.info("frames of %d bytes and more use shared memory", wire.SMALL)
+            log.info("arrays use shared memory with another process of this host")
 
     def _map(self, files: Sequence[int]) -> None:
         """Map the memory of the other process, and send the random word there."""
@@ -165,7 +166,7 @@ class MemoryChannel:
         places, rest = [], []
         for i, frame in enumerate(frames):
             found = None
-            if isinstance(frame, np.ndarray) and frame.nbytes >= wire.SMALL:
+            if isinstance(frame, np.ndarray) and frame.nbytes >= LEAST:
                 found = self._lent.lend(frame)
             if found is None:
                 rest.append(frame)

@@ -552,9 +552,10 @@ class ZmqTransport:
 
     def poll(self, until: float) -> Iterator[Event]:
         """Wait for events, and yield them; see `dtrans.protocol.transport.Transport`."""
-        for owner in self.owners:
+        owners = self.owners
+        for owner in owners:
             owner.report_memory()
-        due = [x for x in self.owners if x.is_due]
+        due = [x for x in owners if x.is_due]
         wait = 0.0
         if not due:
             wait = max(0.0, min(until - time.monotonic(), MAX_POLL))
