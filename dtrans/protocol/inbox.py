@@ -18,8 +18,8 @@ class Inbox:
     Args:
       memory: maps the name of each block to contiguous memory for it.
       refusal: returns the error text for a block name that is not in `memory`.
-      adopts: names of blocks that are not copied from shared memory. Their entry in `memory` is then
-        replaced by the shared memory, which is read-only.
+      adopts: names of blocks that are not copied from shared memory. Their entry in `memory` is
+        then replaced by the shared memory, which is read-only.
     """
 
     def __init__(

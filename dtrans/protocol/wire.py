@@ -491,8 +491,8 @@ def unpack(
       target: function from a block's name to its memory. It raises WireError for an unknown name.
       arrived: maps the name of each block to the number of its received bytes; updated in place.
       adopt: function that replaces the memory of a block.
-      adopted: names of blocks that are not copied from shared memory. It becomes their memory, which
-        is then read-only.
+      adopted: names of blocks that are not copied from shared memory. It becomes their memory,
+        which is then read-only.
 
     Raises:
       WireError: the pieces do not match the frames, a piece does not continue its block, or a piece
@@ -565,10 +565,10 @@ def _adopt_or_copy(
     if not block.flags.writeable:
         if offset and data.ctypes.data == block.ctypes.data + offset:
             return  # this part is where the sender has written it
-        own = np.empty_like(block)
-        own[:offset] = block[:offset]
-        adopt(name, own)
-        block = own
+        copy = np.empty_like(block)
+        copy[:offset] = block[:offset]
+        adopt(name, copy)
+        block = copy
     block[offset : offset + data.nbytes] = data
 
 

@@ -17,6 +17,7 @@
     DTRANS_KEYS                  folder of separate keys; see `dtrans.run.net.keys`
     DTRANS_TRANSPORT_ENCRYPTION  required, auto or disabled; see `dtrans.run.net.keys`
     DTRANS_ALLOW_REMOTE          1 for several hosts; see `dtrans.run.net.net_options`
+    DTRANS_SHARED_MEMORY         auto or disabled; see `dtrans.run.net.net_options`
 
 `dtrans launch` sets these variables. Under a scheduler, `dtrans.run.distributed.schedulers` derives
 them from the variables of Slurm, Open MPI, torchrun, JobSet and Paddle. The mode is nccl2 if

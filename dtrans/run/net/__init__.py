@@ -5,6 +5,8 @@ folder of shared files. There, the launcher writes each *generation* (the time b
 failures), and servers write *snapshots* (copies of their states).
 
 zmq_transport      implementation of `dtrans.protocol.transport` with ZeroMQ
+memory_channel     shared memory of two processes of one host
+shared_memory      memory files, and the slots of arrays in them
 sockets            ZeroMQ sockets with limits and authentication
 keys               keys that authenticate processes and encrypt connections
 net_options        options of connections, and the environment variables with their defaults

@@ -120,7 +120,7 @@ class MemoryChannel:
             self._refuse(e)
 
     def _take(self, members: set[bytes] | None) -> None:
-        word, files, _, _ = socket.recv_fds(self._line, LARGEST, 1)
+        word, files, _, _ = socket.recv_fds(self._line, LARGEST, 1, socket.MSG_CMSG_CLOEXEC)
         try:
             if not word:
                 raise OSError("the other process has closed its socket")
@@ -148,12 +148,12 @@ class MemoryChannel:
         if not files:
             raise OSError("the other process has sent no memory file")
         self._peer = PeerMemory(files[0], self._line)
-        own = [] if self.may_send else [self._lent.file]
-        socket.send_fds(self._line, [self._peer.nonce], own)
+        sent = [] if self.may_send else [self._lent.file]  # a link has sent its file before
+        socket.send_fds(self._line, [self._peer.nonce], sent)
 
     def _refuse(self, why: OSError) -> None:
         log.info("no shared memory with another process of this host: %s", why)
-        self.is_settled, self.may_send = True, False
+        self.is_settled, self.may_send, self._peer = True, False, None
         self._line.close()
 
     # -- frames ----------------------------------------------------------------------------------
@@ -216,11 +216,6 @@ class MemoryChannel:
             self._line.close()
         else:
             self._peer.close()
-
-
-def has_places(frames: Sequence[Any]) -> bool:
-    """Return True if a received message begins with places in shared memory."""
-    return bool(frames) and bytes(memoryview(frames[0].buffer)[:1]) == wire.PLACES
 
 
 def _checked_places(places: Any) -> list[list[int]]:

@@ -24,12 +24,13 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dtrans.errors import ConfigError, WireError
+from dtrans.protocol import wire
 from dtrans.protocol.transport import LINGER, Event
 from dtrans.run.net.keys import STATUS, Keys
 from dtrans.run.net.memory_channel import (
     IS_AVAILABLE,
+    LEAST,
     MemoryChannel,
-    has_places,
     knock,
     open_door,
 )
@@ -99,7 +100,7 @@ class ZmqLink:
 
     def send(self, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Link`."""
-        if self._channel is not None:
+        if self._channel is not None and _has_large(frames):
             frames = self._channel.pack(frames)
         # If the other process uses another protocol, ZeroMQ gives up the connection. A blocking
         # send would then wait forever.
@@ -262,7 +263,7 @@ class ZmqListener:
     def send(self, address: bytes, frames: Sequence[Any], /) -> None:
         """Send a message; see `dtrans.protocol.transport.Listener`."""
         channel = self._channels.get(address)
-        if channel is not None:
+        if channel is not None and _has_large(frames):
             frames = channel.pack(frames)
         with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([address, *frames], zmq.NOBLOCK, copy=len(frames) == 1)
@@ -388,8 +389,13 @@ def _message_event(
     """
     if len(frames) == 1 and not len(frames[0]):
         return Event("connected", listener, address=bytes(address.buffer))
-    whole = _without_places(frames, channel)
-    return Event("message", listener, whole, bytes(address.buffer), user_of(address))
+    message = _without_places(frames, channel)
+    return Event("message", listener, message, bytes(address.buffer), user_of(address))
+
+
+def _has_large(frames: Sequence[Any]) -> bool:
+    """Return True if a frame after the header can be sent in shared memory."""
+    return any(len(frame) >= LEAST for frame in frames[1:])
 
 
 def _without_places(frames: list[Any], channel: MemoryChannel | None) -> Sequence[Any]:
@@ -397,7 +403,7 @@ def _without_places(frames: list[Any], channel: MemoryChannel | None) -> Sequenc
 
     A message with wrong places is returned unchanged, and `wire.parse` refuses it.
     """
-    if channel is None or not has_places(frames):
+    if channel is None or bytes(frames[0].buffer[:1]) != wire.PLACES:
         return frames
     try:
         return channel.unpack(frames)

@@ -23,7 +23,9 @@ overlaps the steps, and GEO-SGD. `server_connections` opens connections.
 
 A gradient is sent without a copy, from the memory in which XLA wrote the gradient. Blocks of a few
 KB are packed into one frame. A received block is copied once, from ZeroMQ's frame to the
-parameter's memory. JAX uses this memory without a copy.
+parameter's memory. JAX uses this memory without a copy. Processes of one host send large frames in
+shared memory (`dtrans.run.net.memory_channel`): the sender copies a frame there, and a server reads
+gradients there without a copy.
 """
 
 from __future__ import annotations

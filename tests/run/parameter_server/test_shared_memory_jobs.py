@@ -16,7 +16,7 @@ from role_threads import RoleThreads, free_endpoints, serve, train
 import dtrans
 from dtrans.parameter_server.plan import PServerPlan
 from dtrans.protocol import wire
-from dtrans.run.net import memory_channel
+from dtrans.run.net import memory_channel, zmq_transport
 from dtrans.run.net.net_options import SHARED_MEMORY
 
 
@@ -31,7 +31,8 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2))
 @pytest.fixture(autouse=True)
 def least(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small frames use shared memory, too."""
-    monkeypatch.setattr(memory_channel, "LEAST", 32)
+    for module in (memory_channel, zmq_transport):
+        monkeypatch.setattr(module, "LEAST", 32)
 
 
 @pytest.fixture
