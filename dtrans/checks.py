@@ -152,9 +152,9 @@ def check_known(
     Args:
       who: name of the interface, for errors.
       options: the options and their values.
-      known: names of options that are not fields of records.
+      known: names of all other options.
       records: arguments that are dataclasses of options: a dict from the argument's name to its
-        default. The name, and the dataclass's fields, are also known options.
+        default. The names, and the fields of the dataclasses, are valid options.
       renamed: options with another name in the interface: a dict from dtrans's name to this name.
     """
     fields = {name: _field_names(record) for name, record in records.items()}

@@ -61,11 +61,11 @@ class RowSegment:
 
     Attributes:
       ids: indices of the rows within the server's part, increasing.
-      changed: history of each row as one integer. 1: the row exists, but no step has changed it. n
-        + 1: the row exists, and step n was the last to change it. -1: the row does not exist. -(n +
-        1): the row was evicted before step n. With a row filter, a row exists only after several
-        updates. If the filter has counted c updates of a missing row, the number is smaller by c *
-        COUNTS.
+      changed: history of each row as one integer. `1`: the row exists, but no step has changed it.
+        `n + 1`: the row exists, and step n was the last to change it. `-1`: the row does not exist.
+        `-(n + 1)`: the row was evicted before step n. With a row filter, a row exists only after
+        several updates. If the filter has counted c updates of a missing row, the integer is
+        smaller by `c * COUNTS`.
       rows: the existing rows, as one array for the table and one for each state array.
     """
 
@@ -80,7 +80,7 @@ class RowSegment:
 
 
 def split_counts(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split numbers of rows that do not exist into counts of updates and evictions.
+    """Unpack `RowSegment.changed` of rows that do not exist: counts of updates, and evictions.
 
     A row filter creates a row only after several updates, so a checkpoint stores the updates
     counted so far. `RowSegment.changed` packs the count and the last eviction into one integer.

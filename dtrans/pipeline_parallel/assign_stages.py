@@ -191,8 +191,8 @@ def stages_of(
 def relative_speeds(speeds: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
     """Return the speed of each stage, divided by the mean speed; 1 for each stage without speeds.
 
-    The number `flops_per_byte` is that of a device with the mean speed. The mean is over the
-    devices that run a stage.
+    The mean is over the devices that run a stage. `flops_per_byte` describes a device with this
+    mean speed.
 
     Example:
       >>> from dtrans.pipeline_parallel.assign_stages import relative_speeds

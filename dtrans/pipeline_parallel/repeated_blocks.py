@@ -96,7 +96,7 @@ def repeated_blocks(
 
 
 def _equal(eqns: Sequence[JaxprEqn], crossing: Any, at_least: int) -> Iterator[Blocks]:
-    """Yield the runs of repeated equations for every period."""
+    """Yield runs of equations that repeat with a fixed period, for each possible period."""
     known: dict[Any, int] = {}
     kinds = np.array([known.setdefault(signature(eqn), len(known)) for eqn in eqns], int)
     for period in range(1, len(eqns) // at_least + 1):

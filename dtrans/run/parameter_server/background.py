@@ -129,7 +129,7 @@ class BackgroundComm:
                 self._setup.add(eqn)
 
     def takes(self, eqn: JaxprEqn) -> bool:
-        """Return True if this object executes an equation: in its thread, or because of GEO-SGD."""
+        """Return True if this object executes an equation, so that the caller need not."""
         if eqn.primitive is send_barrier_p:
             return bool(self._pending)
         if eqn.primitive in OF_GEO:

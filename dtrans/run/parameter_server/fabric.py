@@ -239,7 +239,7 @@ class EndpointFabric:
         """Request the table rows of a later step in advance, without waiting for them.
 
         Args:
-          lookups: the `prefetch` equations of this step, each with the ids of its rows.
+          lookups: the `prefetch` equations of the later step, each with the ids of its rows.
         """
         self._check_open()
         self.settle()

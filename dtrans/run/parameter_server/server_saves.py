@@ -229,7 +229,7 @@ class ServerSaves:
         return len(state)
 
     def _between_steps(self, step: int) -> None:
-        """Start to write a snapshot after every few steps, as the user's options say.
+        """Start to write a snapshot, if enough steps have passed since the last one.
 
         Args:
           step: number of steps so far.

@@ -97,7 +97,10 @@ def _sums(eqn: JaxprEqn) -> bool:
 
 
 def _equal_calls(count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, stop, size) of each call that initializes rows; every size is `TOGETHER`."""
+    """Divide rows among calls that initialize `TOGETHER` rows each.
+
+    Yield (start, stop, size) of each call: the range of its rows, and `TOGETHER`.
+    """
     for start in range(0, count, TOGETHER):
         yield start, min(start + TOGETHER, count), TOGETHER
 

@@ -112,7 +112,7 @@ class RowLookups:
         """Request the rows of a later step in advance, without waiting for them.
 
         Args:
-          lookups: the `prefetch` equations of this step, each with the ids of its rows.
+          lookups: the `prefetch` equations of the later step, each with the ids of its rows.
         """
         for eqn, _ in lookups:
             self._connections.identify(eqn)

@@ -85,7 +85,7 @@ class StoredRows:
         return ids if self._directory is None else self._directory.find(ids)
 
     def ids(self, slots: np.ndarray) -> np.ndarray:
-        """Return the ids of the rows with some slots (indices in memory)."""
+        """Return the ids of the rows at the given slots (indices in memory)."""
         return slots if self._directory is None else self._ids[slots]
 
     def changed(self, slots: np.ndarray) -> np.ndarray:
@@ -140,7 +140,7 @@ class StoredRows:
         Args:
           ids: the ids of the rows.
           rows: the rows of each array.
-          changed: `changed` of each row.
+          changed: a number for the last change of each row, as in `RowSegment.changed`.
         """
         if self._directory is not None:
             self._directory.put(ids, self.append(ids, rows, changed))
