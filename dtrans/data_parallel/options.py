@@ -216,7 +216,7 @@ class Options:
         return used[0] if used else ""
 
     def _needs_of_gradients(self) -> dict[str, bool]:
-        """Return the options that need gradients: maps advice to True if the option is set."""
+        """Return a dict for options that need gradients: advice -> True if the option is set."""
         compress, clip = self.reduce.compress, self.reduce.clip_local_norm
         return {
             "pass batch='exact'": not self.batch.exact,

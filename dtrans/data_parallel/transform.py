@@ -336,7 +336,7 @@ def share_step(
 
 
 def _refuse_differing_gradients(step: DividedStep, options: Options) -> None:
-    """Raise GradientError if a gradient depends on a gradient that would differ by trainer."""
+    """Raise GradientError if a gradient depends on another one, which would differ by trainer."""
     if options.local_sgd is None:
         refuse_nested(step, options.trainers, options.noun)
     if options.trainers > 1:

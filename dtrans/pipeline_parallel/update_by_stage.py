@@ -247,7 +247,7 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index of a stage; the index `HUB` is replaced by that of the last stage."""
+        """Return the index `at` of a stage; for `HUB`, return the index of the last stage."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:

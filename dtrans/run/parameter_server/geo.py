@@ -167,7 +167,7 @@ class GeoTrainer:
             self.settle()
 
     def settle(self) -> None:
-        """Send changes and apply answers of servers, if it is time, before the next step begins."""
+        """Communicate until the next step may begin: push changes, and apply answers of servers."""
         self._communicator.received()  # raises the error of a communicator that has ended
         self._steps.go_on()
         while self._steps.waits:

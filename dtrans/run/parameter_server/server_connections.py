@@ -208,7 +208,7 @@ class ServerConnections:
 
     @contextlib.contextmanager
     def after_last_step(self) -> Iterator[None]:
-        """Raise LostPeerError instead of `NewGeneration` in this block, after the last step.
+        """Convert `NewGeneration` in a `with` block to LostPeerError, after the last step.
 
         After a failure, a trainer usually repeats steps. After its last step, the trainer has no
         loop that repeats them.

@@ -163,7 +163,7 @@ def gradients_with_room(
 
 
 def _updated_ids(table: TableBlock, gradients: Mapping[str, RowGradient]) -> np.ndarray:
-    """Return the ids of the rows that an update changes, if these gradients have arrived."""
+    """Return the ids of the rows that an update with these gradients changes."""
     if table.updates_all:
         return np.arange(table.rows)
     return all_ids(table, gradients, table.gradients)
