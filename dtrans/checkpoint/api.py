@@ -258,7 +258,8 @@ def _pieces(job: Any) -> tuple[PieceLayout, list[str]]:
 def _has_all_roles(job: Any) -> bool:
     """Return True if all roles of a job with servers are in this process.
 
-    A server in a process of its own has no rounding errors of trainers after the end of the job.
+    If so, a checkpoint can contain the rounding errors of all trainers. A separate server process
+    does not have them after the end of the job.
     """
     return not job.is_driver and {*job.plan.servers, TRAINER} <= {*job.roles}
 

@@ -374,8 +374,8 @@ def _half_of_blocks(
 ) -> tuple[UpdateProgram, dict[str, tuple[StageRows, ...]]]:
     """Rewrite the optimizer's update for the rows of each stage, instead of stacked parameters.
 
-    The function uses `dtrans.slicing.server_update`, which writes the update of a parameter server.
-    It writes the update of one server that stores the rows of all stages as separate blocks.
+    `dtrans.slicing.server_update` writes the update of a parameter server. Here it writes the
+    update of one server that stores the rows of all stages, each as a separate block.
 
     Args:
       step: the step, divided into forward and backward, and the update.

@@ -108,8 +108,8 @@ def _bounds(eqn: JaxprEqn, stacks: Stacks) -> list[int] | None:
     """Return the first iteration of each stage in a scan over layers, and the scan's length.
 
     Return None if the equation cannot be split by stages. It may be no scan over stacked
-    parameters, or its stacks may have different rows. Or stages have parts of a dimension other
-    than the rows.
+    parameters, or its stacks may have different rows. Or stages divide another dimension than the
+    rows.
     """
     if eqn.primitive.name != SCAN or is_reversed(eqn):
         return None

@@ -82,7 +82,7 @@ class BackgroundComm:
       lost: reports a lost server, and returns the exception to raise.
       rejoin: function that closes the old connections after the failure of a process. A failure
         begins a new generation of the job, with a larger number. The argument is the smallest
-        possible number.
+        number that the new generation can have.
       deadline: seconds that a server may take to answer.
     """
 

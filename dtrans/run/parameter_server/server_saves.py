@@ -96,7 +96,7 @@ class ServerSaves:
         dense: Mapping[str, Any],
         start: GenerationStart,
     ) -> None:
-        """Start to save the state of these objects, at the start of the job and after each failure.
+        """Set the objects with the state to save, at the start of the job and after each failure.
 
         After a failure, a server creates new objects, and calls this method again.
 

@@ -174,7 +174,7 @@ class KnownRows(ArrayLike):
 
 
 def with_makers(state: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Add initializers of rows to the tables of a server's state, such as that of a checkpoint.
+    """Add initializers of rows to the tables of a server's state, for example from a checkpoint.
 
     With the initializers, rows can be evicted, and initialized again later.
 

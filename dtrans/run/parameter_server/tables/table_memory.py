@@ -343,7 +343,7 @@ class TableMemory:
         return self.stored.nbytes
 
     def final(self) -> dict[str, ArrayLike]:
-        """Return the block's final arrays by name, as placeholders that convert on demand.
+        """Return the block's final arrays by name, as placeholders: NumPy converts them later.
 
         So a table that does not fit into memory as one array can still be saved.
         """
@@ -613,7 +613,7 @@ def take_together(
 
 
 def final_arrays(memory: Mapping[str, TableMemory]) -> dict[str, Any]:
-    """Return the final arrays of all blocks by name, as placeholders that convert on demand."""
+    """Return the final arrays of all blocks by name, as placeholders: NumPy converts them later."""
     found: dict[str, Any] = {}
     for table in memory.values():
         found |= table.final()
