@@ -767,6 +767,49 @@ def test_an_asynchronous_trainer_continues_at_its_step(
     jax.tree.map(np.testing.assert_array_equal, killed, undisturbed)
 
 
+# Rows 8 to 15 have two updates before the first snapshot. The third update, of rows 8 to 11, comes
+# after the loss of the server.
+ADMIT = (
+    TRAIN.replace(
+        """    return (jax.random.randint(jax.random.fold_in(key, step), (8,), step // 2, step // 2 + 40),)
+""",
+        """    if step in (3, 6):
+        return (jax.numpy.arange(8, 16),)
+    if step == 40:
+        return (jax.numpy.array([8, 9, 10, 11, 16, 17, 18, 19]),)
+    return (jax.numpy.arange(8),)
+""",
+    )
+    .replace("sparse=sparse,", "sparse=sparse, mode=dtrans.Async(),")
+    .replace('                job.tables.evict("params/lazy", unused_for=2)\n', "")
+    .replace(
+        '        job.save("60")\n',
+        """        rows = job.tables.lookup("params/lazy", range(50))
+        print("admitted:", [i for i, row in enumerate(rows) if (row != 1).any()])
+""",
+    )
+)
+
+
+def test_an_asynchronous_server_keeps_the_counts_of_its_row_filter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server that starts again has the counts of its snapshot, so it admits the same rows."""
+    for kills in ([(0, 25, "pserver 0")], []):
+        folder = tmp_path / f"kills {len(kills)}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        write_script(folder, "model.py", FILTERED, kills)
+        write_script(folder, "survive.py", ADMIT, kills)
+        script = folder / "survive.py"
+        script.write_text(script.read_text().replace(KILL_VICTIM, KILL_AND_WAIT))
+        env = {"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu"}
+        launch([sys.executable, "survive.py"], trainers=1, pservers=2, env=env, restarts=1)
+        output = capsys.readouterr()
+        assert output.err.count("it starts again, and the other roles continue") == len(kills)
+        assert re.findall(r"admitted: (.*)", output.out) == [str([*range(12)])]
+
+
 # trainer 0 leaves after 20 steps, and trainer 1 is killed after the end of its process
 LEAVE_EARLY = "stop=20 if role.trainer_id == 0 else 60):"
 KILL_AFTER_LEAVE = f"""\
