@@ -45,7 +45,7 @@ PARTS = {
 
 
 class FingerprintedProgram(Protocol):
-    """Fields of a program that enter its fingerprint (`dtrans.ir.program.Program`)."""
+    """Fields of a `dtrans.ir.program.Program` from which its fingerprint (digests) is computed."""
 
     @property
     def jaxpr(self) -> Any: ...

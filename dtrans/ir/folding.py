@@ -30,12 +30,17 @@ Number = np.ndarray[Any, Any]
 
 
 def is_number(fact: Any, *numbers: float) -> bool:
-    """Return True if `fact` is a number; with `numbers`, only if it equals one of these numbers."""
+    """Return True if a value is known to be one number in all entries.
+
+    Args:
+      fact: the number (a 0-d array), an `Alias`, or another object for an unknown value.
+      numbers: if given, the number must also equal one of these.
+    """
     return isinstance(fact, np.ndarray) and (not numbers or any(bool(fact == x) for x in numbers))
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return True if two facts are the same number, or the same input."""
+    """Return True if two values are known to equal the same number, or the same input."""
     if is_number(one) and is_number(other):
         return bool(one == other)
     return isinstance(one, Alias) and one == other

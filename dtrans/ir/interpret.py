@@ -115,7 +115,10 @@ class BackwardAnalysis(NamedTuple, Generic[Fact]):
 
 
 class Entered(NamedTuple, Generic[Fact, Result]):
-    """Facts about the values of a loop, branch or call, joined over iterations and branches.
+    """Result of an analysis for a loop, branch or call: a fact for each operand and output.
+
+    A fact is a property of a value, such as its sharding. Facts are joined over iterations and
+    branches.
 
     Attributes:
       operands: fact of each operand; facts of carried operands are joined over the iterations.
@@ -142,7 +145,10 @@ Run = Callable[[int, Any, list[Fact]], tuple[Result, Sequence[Fact]]]
 def enter(
     analysis: ForwardAnalysis[Fact], eqn: JaxprEqn, ins: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Analyze the bodies of a loop, branch or call forward, until carried facts stop changing.
+    """Run a forward analysis of the bodies of a loop, branch or call.
+
+    The analysis finds a fact (such as a sharding) for each value. The body of a loop is analysed
+    repeatedly, until the facts of the carried values stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
@@ -189,7 +195,10 @@ def enter(
 def enter_backward(
     analysis: BackwardAnalysis[Fact], eqn: JaxprEqn, outs: Sequence[Fact], run: Run[Fact, Result]
 ) -> Entered[Fact, Result]:
-    """Analyze the bodies of a loop, branch or call backward, until carried facts stop changing.
+    """Run a backward analysis of the bodies of a loop, branch or call.
+
+    The analysis finds a fact (such as a sharding) for each value. The body of a loop is analysed
+    repeatedly, until the facts of the carried values stop changing.
 
     Args:
       analysis: functions that join and convert facts; its `rule` is not called here.
@@ -275,7 +284,7 @@ def _joined(join: Callable[[Fact, Fact], Fact], each: Sequence[Sequence[Fact]]) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Facts(Generic[Fact]):
-    """Result of an analysis: facts about the values of some equations.
+    """Result of an analysis: a fact (such as a sharding) for each value of some equations.
 
     Attributes:
       values: fact of each variable that the analysis reached.
@@ -298,7 +307,7 @@ class Facts(Generic[Fact]):
 def forward(
     analysis: ForwardAnalysis[Fact], eqns: Sequence[JaxprEqn], start: Mapping[Var, Fact]
 ) -> Facts[Fact]:
-    """Run a forward analysis: find the fact of each value that the equations compute.
+    """Run a forward analysis: find the fact (such as a sharding) of each computed value.
 
     Args:
       analysis: the analysis.
@@ -332,7 +341,13 @@ def forward(
 
 
 def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fact]) -> Facts[Fact]:
-    """Run a forward analysis of an open or closed jaxpr; `ins` are the facts of its inputs."""
+    """Run a forward analysis of an open or closed jaxpr.
+
+    Args:
+      analysis: the analysis, which finds a fact (such as a sharding) for each value.
+      jaxpr: the jaxpr.
+      ins: the fact of each input.
+    """
     inner = opened(jaxpr)
     start = dict(zip(inner.invars, ins, strict=True))
     for v, value in zip(inner.constvars, constants(jaxpr), strict=False):
@@ -343,7 +358,7 @@ def forward_jaxpr(analysis: ForwardAnalysis[Fact], jaxpr: Any, ins: Sequence[Fac
 def backward(
     analysis: BackwardAnalysis[Fact], eqns: Sequence[JaxprEqn], end: Iterable[tuple[Atom, Fact]]
 ) -> Facts[Fact]:
-    """Run a backward analysis: find the fact of each value that the equations read or compute.
+    """Run a backward analysis: find the fact (such as a sharding) of each value.
 
     Args:
       analysis: the analysis.

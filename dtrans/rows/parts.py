@@ -106,7 +106,10 @@ def _called(fn: Callable[..., jax.Array], *needs: Want) -> Recipe:
 
 
 def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand; along a new or repeated axis, broadcast to fewer entries."""
+    """Compute a slice of a broadcast: slice the operand, or broadcast to fewer entries.
+
+    The second applies along an axis that the broadcast adds or repeats.
+    """
     if len(eqn.invars) > 1:
         return None
     (a,), dims = eqn.invars, eqn.params["broadcast_dimensions"]
@@ -117,7 +120,7 @@ def _broadcast_in_dim(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Write a counter that begins at the start of the slice."""
+    """Compute a slice of an `iota`: a counter that begins at the start of the slice."""
     if eqn.invars:
         return None
     aval = part.type_in(eqn.outvars[0].aval)
@@ -127,7 +130,7 @@ def _iota(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Concatenate only the operands that overlap the slice."""
+    """Compute a slice of a concatenation: concatenate only the operands that overlap the slice."""
     if eqn.params["dimension"] != part.axis or isinstance(part.start, Start):
         return None
     needs: list[Want] = []
@@ -146,14 +149,14 @@ def _concatenate(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _stack(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Stack only the operands in the slice."""
+    """Compute a slice of stacked arrays: stack only the operands that are in the slice."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     return _copied(eqn, part, [(a, None) for a in eqn.invars[part.start : part.stop]])
 
 
 def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand of a `split`, at the offset of output number `out`."""
+    """Compute a slice of output `out` of a `split`: slice the operand at the output's offset."""
     if eqn.params["axis"] != part.axis or isinstance(part.start, Start):
         return None
     before = sum(int(size) for size in eqn.params["sizes"][:out])
@@ -161,7 +164,7 @@ def _split(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand along this axis, then apply the equation to its other axes."""
+    """Compute a slice of a `slice`: slice the operand, then apply the equation to other axes."""
     p, axis, (a,) = eqn.params, part.axis, eqn.invars
     if isinstance(part.start, Start):
         return None
@@ -175,7 +178,7 @@ def _slice(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand from its other end, and reverse the slice."""
+    """Compute a slice of a reversed array: slice the operand at its other end, and reverse that."""
     if part.axis not in eqn.params["dimensions"] or isinstance(part.start, Start):
         return None
     (a,) = eqn.invars
@@ -184,7 +187,10 @@ def _rev(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _pad(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Pad the entries of the operand that are in the slice; if none are, return only padding."""
+    """Compute a slice of a padded array: pad the operand's entries that are in the slice.
+
+    If there are none, the result is only padding.
+    """
     a, value = eqn.invars
     axis, config = part.axis, [tuple(map(int, of)) for of in eqn.params["padding_config"]]
     low, _, interior = config[axis]
@@ -206,7 +212,10 @@ def _filled(shape: tuple[int, ...]) -> Callable[[jax.Array], jax.Array]:
 
 
 def _reshape(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand along the axis that becomes the sliced axis, then reshape the slice."""
+    """Compute a slice of a reshaped array: slice the operand, then reshape its slice.
+
+    The operand is sliced along the axis that becomes the axis of the wanted slice.
+    """
     (a, *more), new = eqn.invars, eqn.outvars[0].aval.shape
     old: tuple[int, ...] = a.aval.shape
     if more or eqn.params["dimensions"] is not None or not math.prod(new):
@@ -243,7 +252,10 @@ def _run(
 
 
 def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the operand of a conversion between random keys and their uint32 words."""
+    """Compute a slice of converted random keys: slice the operand of the conversion.
+
+    The equation converts keys to uint32 words, or back.
+    """
     (a,) = eqn.invars
     if part.axis >= min(a.aval.ndim, eqn.outvars[0].aval.ndim):
         return None
@@ -251,7 +263,10 @@ def _keys(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the keys, or (with a counter-based generator) the bits that each key yields."""
+    """Compute a slice of random bits: slice the keys, or the bits that each key yields.
+
+    The second needs a counter-based generator (`dtrans.rows.random_bits`).
+    """
     # In a program that another mesh axis divides, the equation draws a block of the bits. The start
     # of the block is a second operand.
     keys, *start_of_block = eqn.invars
@@ -273,7 +288,7 @@ def _random_bits(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
 
 
 def _gather(eqn: JaxprEqn, out: int, part: Slice) -> Recipe | None:
-    """Slice the indices, and gather from the full operand."""
+    """Compute a slice of a gather: slice the indices, and gather from the full operand."""
     (operand, indices), numbers = eqn.invars, eqn.params["dimension_numbers"]
     if part.axis in numbers.offset_dims or numbers.operand_batching_dims:
         return None

@@ -39,8 +39,8 @@ from dtrans.rows.writer import RowWriter
 class _TableRows:
     """Rows of each table that a step looks up.
 
-    This class implements `BlockRows`. A `RowWriter` rewrites a program for some rows of its arrays;
-    it gets these rows from an object with this interface.
+    A `RowWriter` rewrites a program for some rows of its arrays. It gets these rows from this
+    object, which has the interface `BlockRows`.
 
     Attributes:
       sizes: for each table, the number of looked-up rows.

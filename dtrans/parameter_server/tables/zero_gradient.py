@@ -57,7 +57,7 @@ from dtrans.step.halves import Gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Other:
-    """Unknown value in the analysis of an update.
+    """Value that the analysis of an update does not know, except for the inputs it depends on.
 
     Attributes:
       reads: inputs on which the value depends; each is an array with one entry for each row.
@@ -231,7 +231,9 @@ def _follow(
     *,
     any_gradient: bool = False,
 ) -> _FollowedRow:
-    """Evaluate an update for one row of a leaf; return the abstract values of all variables.
+    """Evaluate an update for one row of a leaf, as far as the row's values are known.
+
+    The result contains for each variable a known number, an unchanged input, or an unknown value.
 
     Args:
       begins: arrays of the state that are filled with one known number; a dict from name to this
@@ -375,7 +377,7 @@ class _FollowedRow:
         return self.kinds[a]
 
     def run(self) -> None:
-        """Compute the abstract values of all equations for one row of the leaf."""
+        """Find out what is known about the outputs of all equations, in one row of the leaf."""
         for i, eqn in enumerate(self.eqns):
             step = self.flow.steps.get(i)
             if step is None or not any(map(self._is_row_layout, step.operands)):

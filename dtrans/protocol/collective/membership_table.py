@@ -100,7 +100,8 @@ class MembershipTable:
         Args:
           trainer: id of the trainer.
           now: the current time, in seconds.
-          grace: seconds to wait for these. Afterwards the trainer counts as ended.
+          grace: seconds to wait for a reconnection or a late message. Afterwards the trainer counts
+            as ended.
         """
         self._broken.setdefault(trainer, now + grace)
 

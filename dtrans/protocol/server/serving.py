@@ -246,10 +246,10 @@ class Serving:
 
 
 def _following(message: wire.Message) -> list[wire.Message]:
-    """Return the further messages for which a message also stands.
+    """Return the messages that a message also contains, as its field `then` names them.
 
-    The last message of a step saves two short messages, `send_barrier` and `recv`. Its field `then`
-    names them.
+            To save messages, the last message of a trainer's step also contains `send_barrier` and
+            `recv`.
     """
     then: Any = message.fields.get("then", [])
     if then == []:

@@ -133,7 +133,13 @@ class TrainerRegistry:
         return self.unseen + [k for k in self.present if k not in said]
 
     def all_said(self, said: Collection[int]) -> bool:
-        """Return True if `said` is not empty, and contains every trainer that has not left."""
+        """Return True if all trainers that have not left have sent some message.
+
+        Return False if no trainer has sent it.
+
+        Args:
+          said: ids of the trainers that have sent the message.
+        """
         return bool(said) and not self.due(said)
 
     @property

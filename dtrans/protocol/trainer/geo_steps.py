@@ -301,8 +301,8 @@ class GeoSteps:
     def end_step(self, values: Values, every: int, *, block_on_pull: bool) -> None:
         """Store the parameters after a step, without sending anything yet.
 
-        The caller must then call `go_on`. If this communication fails and is repeated, the step is
-        not stored a second time.
+        The caller must then call `go_on`, which communicates. If `go_on` fails, the caller can
+        repeat it without storing the step again.
 
         Args:
           values, every, block_on_pull: as for `step`.

@@ -354,5 +354,5 @@ def _check_saved(name: str, answers: Sequence[PendingAnswer]) -> None:
 
 
 def _failures(answers: Sequence[PendingAnswer]) -> dict[str, str]:
-    """Return a map from the endpoint of each server that reported an error to the last error."""
+    """Return the last error of each server that reported one, by the server's endpoint."""
     return {x.line.endpoint: x.reply["error"] for x in answers if x.reply["error"]}

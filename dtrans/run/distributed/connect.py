@@ -150,7 +150,8 @@ def connect(
 def connected() -> Membership:
     """Return this process's trainer id and job options, in a job without parameter servers.
 
-    If the user called `jax.distributed.initialize` but not `dtrans.connect`, call `connect` first.
+    If the user called `jax.distributed.initialize` but not `dtrans.connect`, this function first
+    calls `connect`.
 
     Raises:
       ConfigError: this process is not connected.

@@ -49,7 +49,7 @@ class RoleMark:
     def has_ended(self, generation: int, lost: Collection[str]) -> bool:
         """Return True if the server has written its newest state after a failure.
 
-        The launcher asks servers for this.
+        The launcher asks servers to write it.
 
         Args:
           generation: number of the generation (the time between two failures) that ended with this

@@ -305,7 +305,7 @@ class JobGenerations:
         return f"all roles go back to step {self.generation.snapshot}"
 
     def start_again(self, lost: str = "", reason: str = "") -> None:
-        """Start a generation (the time until the next failure) for which all roles are restarted.
+        """Start a generation (time until the next failure) in which all roles get new processes.
 
         The caller starts the roles afterwards. Dropped trainers also start again, but only with
         `on_trainer_loss="replace"`.

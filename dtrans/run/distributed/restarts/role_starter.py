@@ -53,7 +53,7 @@ class RoleStarter:
 
         Args:
           role: the role.
-          shared: the variables from `shared`.
+          shared: the result of the method `shared`, environment variables of all roles.
           events: the launcher's queue, to which the child is added when its process has ended.
         """
         return self.site.start(
