@@ -56,7 +56,7 @@ class AsyncServer:
     """Handler of the messages of an asynchronous server.
 
     Args:
-      served: the server's blocks.
+      served: description of the server's arrays and messages.
       update: computes the new state of one block at a time.
       state: initial arrays by name; updated in place.
       trainers: the server's trainers.

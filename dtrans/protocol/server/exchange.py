@@ -167,7 +167,8 @@ class Exchange:
           parts: maps the name of each reduction to this server's partial result.
 
         Returns:
-          For each distinct value of `parcels`, in order, a list of vectors: one for each dtype.
+          One list for all servers that receive the same reductions (see `parcels`). It contains one
+          vector for each dtype.
         """
         flat = {}
         for k in self.parcels[self.me]:

@@ -43,7 +43,8 @@ class JointUpdate:
       trainers: the server's trainers.
       say: function that sends a message.
       step: number of updates that the state already contains.
-      replication: replicas of this server; None without replicas.
+      replication: the servers that store copies of each other's states (replicas); None without
+        replicas.
       new_replica: function that creates the update for a copy of another server's state
         (`Replica`).
 

@@ -80,7 +80,7 @@ class SaveRequests:
         self._blocks: dict[str, int] = {}  # name of a pending checkpoint -> number of its blocks
 
     def expect(self, sent: Mapping[int, Mapping[str, Any]], steps: Steps) -> None:
-        """Expect arrays of trainers with each request for a checkpoint.
+        """Expect that trainers send arrays, such as rounding errors, with each request.
 
         Args:
           sent: shape and dtype of each array, by the id of the trainer that sends it to this

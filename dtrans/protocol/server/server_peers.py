@@ -69,7 +69,8 @@ class ServerPeers:
       on_trainer_exit: the job's option `on_trainer_exit`; a peer with another value is refused.
       plan: digest (hash) of each part of the plan, by name; a peer with other digests is refused.
       generation: number of the generation, which greetings contain.
-      replication: replicas of this server; None without replicas.
+      replication: the servers that store copies of each other's states (replicas); None without
+        replicas.
 
     Attributes:
       known: state of each peer, by endpoint.

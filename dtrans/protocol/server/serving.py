@@ -248,8 +248,7 @@ class Serving:
 def _following(message: wire.Message) -> list[wire.Message]:
     """Return the messages that a message also contains, as its field `then` names them.
 
-            To save messages, the last message of a trainer's step also contains `send_barrier` and
-            `recv`.
+    To save messages, the last message of a trainer's step also contains `send_barrier` and `recv`.
     """
     then: Any = message.fields.get("then", [])
     if then == []:

@@ -62,13 +62,14 @@ class SyncServer:
     """Handler of the messages of a synchronous server.
 
     Args:
-      served: the server's blocks.
+      served: description of the server's arrays and messages.
       update: computes the new state from the gradients.
       trainers: the server's trainers.
       say: function that sends a message.
       step: number of updates that the state already contains.
       generation: number of the server's generation.
-      replication: replicas of this server; None without replicas.
+      replication: the servers that store copies of each other's states (replicas); None without
+        replicas.
       new_replica: function that creates the update for a copy of another server's state
         (`Replica`).
       job_has_tables: True if trainers may evict rows of tables, on any server of the job.

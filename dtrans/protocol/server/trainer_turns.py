@@ -245,7 +245,7 @@ class TrainerTurns:
         return {**grads, **self._rows.gradients(inboxes, counted)}, counted
 
     def end_step(self, step: int) -> None:
-        """Begin the turns of the next step, and answer the trainers that wait for parameters.
+        """Begin the next step of all trainers, and answer the trainers that wait for parameters.
 
         Args:
           step: number of complete updates.

@@ -185,7 +185,7 @@ def _hash(ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def _write(entries: tuple[np.ndarray, np.ndarray], ids: np.ndarray, numbers: np.ndarray) -> int:
-    """Write numbers of ids; return the number of new entries."""
+    """Store the number of each id in the arrays of a hash table; return how many ids are new."""
     known, values = entries
     at, added = _hash(ids, len(known)), 0
     while len(ids):
