@@ -271,7 +271,7 @@ class RayChild(Child):
             self._actor.signal.remote(signum)
 
     def tell_ended(self, role: str, how: str, generation: int) -> None:
-        """Inform this role that another role of the job has ended, so that it does not wait for it.
+        """Inform this role that another role has ended, so that it does not wait for that role.
 
         The arguments are those of `ScriptActor.tell_ended`.
         """

@@ -134,7 +134,7 @@ class RemoteChild(Child):
             self._send_message({"signal": int(signum)})
 
     def tell_ended(self, role: str, how: str, generation: int) -> None:
-        """Inform this role that another role of the job has ended, so that it does not wait for it.
+        """Inform this role that another role has ended, so that it does not wait for that role.
 
         Args:
           role: name of the other role, such as "trainer 1".

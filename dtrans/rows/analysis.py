@@ -102,9 +102,9 @@ class RowAnalysis:
         return self.home_of(min(leaves_of([layout])))
 
     def home_of(self, leaf: str) -> str:
-        """Return the parameter that represents the server of `leaf`: the first one of its group.
+        """Return the first parameter of the group of `leaf`; `leaf` itself if it has no group.
 
-        All parameters of a group are on one server. A parameter without a group represents itself.
+        All parameters of a group are on one server, so the result stands for this server.
         """
         if leaf not in self.groups:
             return leaf

@@ -104,7 +104,7 @@ class ExchangeRounds:
     # -- homes and levels ------------------------------------------------------------------------
 
     def home_of(self, i: int) -> str | None:
-        """Return a parameter that is on the servers that run equation `i`; None for all servers."""
+        """Return a parameter of the servers that run equation `i`; None if all servers run it."""
         step = self.analysis.flow.steps.get(i)
         if step is None:
             return None

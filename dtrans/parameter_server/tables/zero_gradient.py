@@ -273,7 +273,7 @@ def _skips(analysis: RowAnalysis, leaf: str, assumed: Mapping[Var, _Kind]) -> bo
 def _decider(
     cases: Sequence[_FollowedRow], holds: Sequence[bool], text_of: Mapping[Var, str]
 ) -> str:
-    """Return a description of the condition that decides if a property holds; empty if none does.
+    """Describe the condition on which a property of an update depends; empty if there is none.
 
     The update was evaluated several times, with different outcomes of its conditions. The function
     compares each evaluation that has the property with each one that lacks it. From the most

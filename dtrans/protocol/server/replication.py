@@ -176,7 +176,10 @@ class Replica:
 
     @property
     def received(self) -> int | None:
-        """Number of updates with complete inputs, plus evictions; None before the state arrives."""
+        """Number of updates with complete inputs, plus evictions; None before the state arrives.
+
+        The server with the copy acknowledges this number.
+        """
         return None if self.due is None else self.due + self.evictions
 
     def take(self, message: wire.Message) -> bool:

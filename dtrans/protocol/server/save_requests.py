@@ -80,7 +80,7 @@ class SaveRequests:
         self._blocks: dict[str, int] = {}  # name of a pending checkpoint -> number of its blocks
 
     def expect(self, sent: Mapping[int, Mapping[str, Any]], steps: Steps) -> None:
-        """Expect that trainers send arrays, such as rounding errors, with each request.
+        """Prepare to receive arrays of trainers, such as rounding errors, with each request.
 
         Args:
           sent: shape and dtype of each array, by the id of the trainer that sends it to this

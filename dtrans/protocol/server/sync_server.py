@@ -334,7 +334,10 @@ class SyncServer:
         return True
 
     def replicate_state(self) -> None:
-        """Send the state at the start of a generation to the backup server, if there is one."""
+        """Send the state to the server that stores a copy of it, if there is one.
+
+        This is called at the start of a generation (time between two failures of the job).
+        """
         self._joint.replicate_state()
 
     def heard_backup(self) -> None:

@@ -55,7 +55,8 @@ class TrafficLoop:
       changed: function that the loop calls after each event that may end the wait of a step.
 
     Attributes:
-      newest: the newest parameters, after the number of this trainer's steps that they include.
+      newest: pair: the number of this trainer's steps that the newest parameters include, and these
+        parameters by name. None before the first parameters arrive.
       done: True if the loop has ended and all answers have arrived.
     """
 
