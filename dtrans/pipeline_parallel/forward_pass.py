@@ -2,11 +2,10 @@
 
     prelude    equations before the loss function, such as a split of a key or a cast of parameters
     eqns       equations of the loss function, and later equations that read its results
-    diff       inputs with respect to which the loss is differentiated
 
 `dtrans.pipeline_parallel.assign_stages` divides `eqns` into stages. Each stage recomputes the
 values of the prelude that it reads. `dtrans.pipeline_parallel.stage_vjp` differentiates the stages
-later.
+later, with respect to the inputs that are parameters (`ForwardPass.parameter_of_input`).
 """
 
 from __future__ import annotations

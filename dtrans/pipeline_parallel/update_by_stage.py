@@ -48,8 +48,8 @@ class StagePart(HoldsJaxpr):
     Attributes:
       place: the stage that runs the piece.
       jaxpr: the equations of the piece, from `reads` to `outputs`.
-      reads, makes: the inputs and outputs of the piece, as variables of the program. A variable in
-        `reads` is an input of the program, or an output of an earlier piece on any stage.
+      reads, outputs: the inputs and outputs of the piece, as variables of the program. A variable
+        in `reads` is an input of the program, or an output of an earlier piece on any stage.
     """
 
     place: int

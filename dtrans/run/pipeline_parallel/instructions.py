@@ -24,7 +24,7 @@ class RunStage:
     Attributes:
       stage: index of the stage.
       fn: the compiled program.
-      reads, makes: the slots of the program's operands, and of its outputs.
+      reads, writes: the slots of the program's operands, and of its outputs.
       label: a name of the instruction, for display.
       task: the task of the schedule that the program runs; None for other programs.
     """
