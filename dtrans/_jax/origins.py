@@ -27,7 +27,7 @@ def within_scope(eqn: JaxprEqn, outer: JaxprEqn) -> JaxprEqn:
     """
     info, call = eqn.source_info, outer.source_info
     stack = call.name_stack + info.name_stack if len(call.name_stack) else info.name_stack
-    # the traceback of a callback that `vmap` wrote is the only sign of its rows
+    # `is_callback_on_rows` reads the traceback, so such a callback keeps its own
     traceback = info.traceback if is_callback_on_rows(eqn) else call.traceback
     return eqn.replace(source_info=info.replace(name_stack=stack, traceback=traceback))
 

@@ -168,7 +168,7 @@ class _Plain:
         return opened(new)
 
     def _params(self, eqn: JaxprEqn) -> dict[str, Any]:
-        # keep `shard_map`: transforms raise an error for a step that communicates
+        # leave `shard_map` unchanged: transforms later refuse a step that communicates
         if eqn.primitive.name == "shard_map":
             return dict(eqn.params)
         params = map_bodies(eqn.params, self.closed)

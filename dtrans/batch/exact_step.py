@@ -223,7 +223,7 @@ def shard_step(
         scale, unpaired = scale_of_parts(step, part, trainers)
     if scale is not None and alone((proven := shared(part, step, scale)).merges):
         return proven
-    if open_state:  # for a pipeline, whose parts cannot communicate; the caller raises an error
+    if open_state:  # only pipelines set it; their parts cannot communicate
         return shared(part, step, None)
     part = adapt(part)
     again = lambda other: adapt(written(divide_again(step, other).with_reported())).program

@@ -230,7 +230,7 @@ def trainer_step(
         w.pieces.takes_index = takes_index
         for n, v in ins.items():
             dim = axes.get(n, pieces.get(n))
-            # the engine prefers to gather pieces of state, and to leave the batch in parts
+            # `is_input` marks the batch: the engine prefers to gather pieces of state instead
             w.take(v, SHARED if dim is None else sharded_along(dim), is_input=n not in pieces)
         values, layouts = w.write(inner.jaxpr, wanted_layout)
         env: dict[Var, Atom] = dict(zip(crossing, values[len(terms) + len(before) :], strict=True))

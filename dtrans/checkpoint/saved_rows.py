@@ -23,8 +23,8 @@ import numpy as np
 from dtrans._jax import JaxprEqn
 
 
-# A number `RowSegment.changed` contains a count of updates, multiplied by this factor, for a row
-# that is not admitted yet. Step numbers are smaller than the factor.
+# If a filter has not admitted a row yet, its integer in `RowSegment.changed` is smaller by this
+# factor times the row's count of updates. Step numbers are smaller than the factor.
 COUNTS = 1 << 40
 
 

@@ -134,7 +134,7 @@ def pick_entries(
         batch = [d for d in range(found.ndim) if d not in numbers.offset_dims]
         spread: Callable[[Array], Array] = lambda m: jax.lax.broadcast_in_dim(m, found.shape, batch)
         others = jnp.zeros_like(found)
-        if mode == Mode.FILL_OR_DROP:  # only the first shard returns fill values: terms are summed
+        if mode == Mode.FILL_OR_DROP:  # shards are summed, so only the first one fills
             beyond = ((at < 0) | (at >= size)) & (start == 0)
             others = jnp.where(
                 spread(beyond), jnp.full_like(found, _fill(found.dtype, fill)), others

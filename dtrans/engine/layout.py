@@ -234,7 +234,8 @@ class UnevenShards(Shards):
         return False
 
     def local(self, size: int, row: RowAxis) -> int:
-        # all shares are checked, so that the programs of all shards can be written, or none
+        # Compute the entries of all shards, not only of this one: a shard whose share is invalid
+        # raises an error. So either all shards get a program, or none does.
         return [self._entries_of(size, share) for share in self.shares][self.index]
 
     def padded_size(self, size: int, row: RowAxis) -> int:

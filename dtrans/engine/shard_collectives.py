@@ -54,7 +54,7 @@ class ShardCollectives:
           row: the layout of the piece.
         """
         if isinstance(self.shards, UnevenShards):
-            # a collective has parts of equal sizes
+            # a collective needs parts of equal sizes, so pad this shard's piece
             (piece,) = self.b.call(padded(row.axis, self.shards.largest(size)), piece)
         (wide,) = self.b.bind(all_gather_p, piece, **self._shared_params(), axis=row.axis)
         if row.order is None and self.shards.is_even:

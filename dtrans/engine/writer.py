@@ -159,8 +159,8 @@ class SplitWriter(ShardValues):
                 self.bodies.write_bodies(eqn, plan)
                 return
             ins = [SHARED] * len(ins)
-        # A loss that reads no rows (a replay buffer) gets a factor inside the loss function: a
-        # factor on its gradients would separate the gradients from their marks.
+        # A loss that reads no rows of the batch (a replay buffer) is scaled inside the loss
+        # function. A factor on its gradients would separate them from the equations that mark them.
         if eqn.primitive is value_and_grad_p:
             self.bodies.write_loss(eqn, ins)
             return

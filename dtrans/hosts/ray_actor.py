@@ -100,7 +100,8 @@ class RoleActor(RoleProcess):
         self.release()
         if role.mode == "nccl2":
             connect(role, allow_remote=True, **options)
-            # unpickled after `connect`, since it may create arrays, and so devices
+            # unpickle after `connect`: arrays make JAX create devices, after which no process
+            # can connect
             portable, batches = pickle.loads(pickled)
             self._job = portable.rebuild().on_cluster()
         else:

@@ -176,8 +176,8 @@ class Executor:
         """
         flat = program.flatten(*args)
         program = program.specialize_flat(flat)
-        # The tests of all equations take a part of a small step's time, so only the first run of a
-        # program with pieces makes them.
+        # The tests below read all equations, which is slow compared with a small step. So a program
+        # that was divided into pieces in an earlier run skips them.
         pieces = self._pieces.get(program)
         is_collective = pieces is None and is_of_cluster(program)
         mesh = self._mesh_of(program)

@@ -164,7 +164,7 @@ class _Walk:
                 factors.append(meaning.factor)
                 if meaning.kind is Kind.EXACT and meaning.factor != 1:
                     multiples.append(source)
-        # A sum of several values with the same factor is a right multiple.
+        # A sum of multiples with one factor must be the same multiple, so no operand is at fault.
         if name in ADDS and len(set(factors)) == 1 and len(factors) > 1:
             return number
         cause = self._cause_of_multiple(multiples[0]) if multiples else None

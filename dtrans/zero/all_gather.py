@@ -85,15 +85,15 @@ class Gatherer(SliceWriter):
         self.live_ranges = LiveRanges(
             self.eqns, self.roots, self.reads, self.roles, full_ends, once=self.how.once
         )
-        self._gathered_leaves: dict[int, Atom] = {}  # id of a window -> gathered leaf
-        # values that are already written. The keys are (value, ids of windows) for full values, and
-        # (slice, dtype) for cast slices.
+        self._gathered_leaves: dict[int, Atom] = {}  # id of a live range -> gathered leaf
+        # values that are already written. The keys are (value, ids of live ranges) for full values,
+        # and (slice, dtype) for cast slices.
         self._derived: dict[tuple[Any, ...], Atom] = {}
         self._emitted = 0  # number of equations passed to `emit` so far
         self._at = 0  # index of the equation that is being written
-        self._next = 0  # index of the next window to gather
-        self._begun = 0  # number of windows that have begun
-        # for each window that has begun, a value that is computed just before it
+        self._next = 0  # index of the next live range whose leaf will be gathered
+        self._begun = 0  # number of live ranges that have begun
+        # for each live range that has begun, a value that is computed just before it
         self._anchors: list[Atom | None] = []
         self._last: Atom | None = None  # latest value that a gather may wait for
 
@@ -197,7 +197,7 @@ class Gatherer(SliceWriter):
             self._anchors.append(self._anchor(eqn))
             self._begun += 1
         end = self._begun
-        if self._begun:  # a prefetch waits for the same value as the gather of an earlier window
+        if self._begun:  # a prefetch waits for the same value as an earlier gather
             end += self.how.prefetch
         while self._next < min(len(windows), end):
             is_available = lambda window: self.is_available(window.leaf, i)

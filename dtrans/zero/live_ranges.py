@@ -98,7 +98,7 @@ class LiveRanges:
         self.windows: list[LiveRange] = []
         self._types: dict[Var, frozenset[tuple[Var, Any]]] = {}
         self._at: dict[tuple[Var, int], LiveRange] = {}
-        # leaf -> (its latest window, number of all windows when the leaf was last read)
+        # leaf -> (its latest live range, number of all live ranges when the leaf was last read)
         self._open: dict[Var, tuple[LiveRange, int]] = {}
         wanted: dict[int, list[Atom]] = {}
         for i, atom in ends:

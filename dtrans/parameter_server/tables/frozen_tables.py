@@ -51,9 +51,8 @@ def with_frozen_tables(
         if outs[n] is ins[n] and aval.ndim and jnp.issubdtype(aval.dtype, jnp.floating):
             unchanged.append(n)
     names = unchanged if isinstance(sparse, str) else [n for n in unchanged if n in sparse]
-    # `DividedStep.nested` lists the derivatives inside of another derivative. It is not known for
-    # steps whose gradients `_with_updates` has marked. So a step with such a derivative stays
-    # unchanged.
+    # `DividedStep.nested` lists the derivatives inside of another derivative. This list would be
+    # lost when `_with_updates` marks gradients. So a step with a nested derivative stays unchanged.
     if not names or step.nested:
         return main
     if isinstance(sparse, str):

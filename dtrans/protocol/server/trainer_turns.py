@@ -217,7 +217,7 @@ class TrainerTurns:
         if not turn.answered:
             turn.unsent = sum(self._sizes[n] for n in t.wants)
         size = sum(new[n].nbytes for n in names)
-        if size == turn.unsent:  # the last bytes end the step
+        if size == turn.unsent:  # these bytes are sent with the end of the step
             return
         blocks = []
         for n in names:

@@ -148,7 +148,7 @@ class MemoryChannel:
         if not files:
             raise OSError("the other process has sent no memory file")
         self._peer = PeerMemory(files[0], self._line)
-        sent = [] if self.may_send else [self._lent.file]  # a link has sent its file before
+        sent = [] if self.may_send else [self._lent.file]  # `offer` has sent a link's file
         socket.send_fds(self._line, [self._peer.nonce], sent)
 
     def _refuse(self, why: OSError) -> None:
