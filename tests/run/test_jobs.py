@@ -157,7 +157,7 @@ def test_equal_calls_give_equal_plans(name: str) -> None:
     assert one == two and hash(one) == hash(two) and one in [two]
     assert one != transform(*trace(), **options | other)
     assert one != transform(dtrans.trace(step, *init(KEY), X, Y), trace()[1], **options)
-    assert one != dataclasses.replace(one, callers=("somebody",)) and one != "a plan"
+    assert one != dataclasses.replace(one, callback_notes=("somebody",)) and one != "a plan"
 
 
 @pytest.mark.parametrize("name", CALLS)

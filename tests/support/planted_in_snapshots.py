@@ -194,7 +194,7 @@ def _reports_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedGenerations, "report_lost", _do_nothing)
 
 
-def _drops_without_an_generation(real: Any) -> Any:
+def _drops_without_a_generation(real: Any) -> Any:
     def lost(self: Any, now: float) -> dict[int, str]:
         for k in real(self, now):
             self.known[k].done = True
@@ -323,7 +323,7 @@ PLANTED_IN_SNAPSHOTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         AsyncServer, "__init__", _applies_parts_of_pushes
     ),
     "servers use the gradients of two sets of trainers in one step": _wrapped(
-        TrainerRegistry, "lost", _drops_without_an_generation
+        TrainerRegistry, "lost", _drops_without_a_generation
     ),
     "the gradient of a dropped trainer is used": _wrapped(
         TrainerExits, "counted", _counts_dropped_trainers

@@ -216,17 +216,17 @@ def piecewise_decay(boundaries: Sequence[float], values: Sequence[float]) -> Sch
     return schedule
 
 
-def cosine_decay(learning_rate: float, step_each_generation: float, generations: float) -> Schedule:
+def cosine_decay(learning_rate: float, step_each_epoch: float, epochs: float) -> Schedule:
     """Return a cosine schedule, which is constant within an epoch.
 
-        learning_rate · (cos(pi · epoch / generations) + 1) / 2
+        learning_rate · (cos(pi · epoch / epochs) + 1) / 2
 
-    It is 0 after `generations`, and then rises again.
+    It is 0 after `epochs`, and then rises again.
 
     Args:
       learning_rate: the learning rate in the first epoch.
-      step_each_generation: the number of steps in an epoch (Paddle's `step_each_epoch`).
-      generations: the number of epochs until the learning rate is 0 (Paddle's `epochs`).
+      step_each_epoch: the number of steps in an epoch.
+      epochs: the number of epochs until the learning rate is 0.
 
     Returns:
       A schedule.
@@ -242,7 +242,7 @@ def cosine_decay(learning_rate: float, step_each_generation: float, generations:
     return lambda count: (
         learning_rate
         * 0.5
-        * (jnp.cos(_count_periods(count, step_each_generation, True) * math.pi / generations) + 1)
+        * (jnp.cos(_count_periods(count, step_each_epoch, True) * math.pi / epochs) + 1)
     )
 
 

@@ -67,7 +67,7 @@ def test_all_have_entered_until_one_leaves_or_starts_again(job: Job) -> None:
     assert not job.generations.have_all_entered
 
 
-def test_an_generation_names_the_current_processes_of_the_trainers(job: Job) -> None:
+def test_a_generation_names_the_current_processes_of_the_trainers(job: Job) -> None:
     """Servers refuse a process with an older number, which was lost before it took part in the
     generation."""
     job.generations.go_back("trainer 1")

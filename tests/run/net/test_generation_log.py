@@ -34,7 +34,7 @@ def test_the_last_generation_that_made_a_step_determines_its_trainers() -> None:
     assert members(records, 0, 3) == ["012"] * 3
 
 
-def test_an_generation_without_a_snapshot_begins_at_the_first_step() -> None:
+def test_a_generation_without_a_snapshot_begins_at_the_first_step() -> None:
     records = [ALL, GenerationRecord(1, 35, (0, 1)), GenerationRecord(2, None, (0,))]
     assert members(records[:2], 30, 37) == ["012"] * 5 + ["01"] * 2
     assert members(records, 30, 37) == ["0"] * 7
