@@ -215,7 +215,8 @@ class StageProgramWriter:
         ins = [*step_ins, *map(names.__getitem__, received)]
         in_types = [*map(types.__getitem__, step_ins), *avals(received)]
 
-        # Differentiate sent values and the loss with respect to `parameter_of_input` and received values.
+        # Differentiate sent values and the loss: with respect to parameters (`diff`), and to the
+        # received values.
         diff = select(reads, f.parameter_of_input)
         back = list(filter(self.differentiable, received))  # cotangents for the previous stage
         front = list(filter(self.differentiable, sent))  # cotangents from the next stage
