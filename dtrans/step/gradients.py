@@ -70,6 +70,7 @@ from dtrans.ir.inline import inline_calls
 from dtrans.ir.interpret import ForwardAnalysis, forward, forward_jaxpr
 from dtrans.ir.program import Program
 from dtrans.ir.selection import values_at
+from dtrans.step.capture import value_and_grad_p
 from dtrans.step.marks import mark_p
 
 
@@ -726,10 +727,12 @@ def _is_derived(eqn: JaxprEqn, ins: Sequence[bool]) -> list[bool] | None:
     if has_bodies(eqn):
         return None
     inner = [opened(x) for x in jaxprs_in_params(eqn.params)]
-    if len(inner) != 1 or len(inner[0].outvars) != count:
+    # `value_and_grad` returns the results of its body, the loss function, and then gradients.
+    gradients = eqn.params["count"] if eqn.primitive is value_and_grad_p else 0
+    if len(inner) != 1 or len(inner[0].outvars) + gradients != count:
         return [True] * count
     facts = forward_jaxpr(_DERIVED, inner[0], [False] * len(inner[0].invars))
-    return [facts.of(a) for a in inner[0].outvars]
+    return [facts.of(a) for a in inner[0].outvars] + [True] * gradients
 
 
 _DERIVED: ForwardAnalysis[bool] = ForwardAnalysis(
