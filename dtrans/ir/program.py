@@ -418,6 +418,14 @@ def _retrace(program: Program, wanted: Signature) -> Program:
         except (TypeError, ValueError) as e:
             inputs = zip(program.in_names, wanted, traced, strict=True)
             name, (shape, _), (old_shape, _) = next(x for x in inputs if x[1] != x[2])
+            rows = next(old for old, new in zip(old_shape, shape, strict=True) if old != new)
+            by_row = [n for n in program.state if program.inputs[n].shape[:1] == (rows,)]
+            state_remedy = ""
+            if by_row:
+                state_remedy = (
+                    f". If {by_row[0]} has a row for each row of the batch, pass it to the step as "
+                    "an argument in place of state, and return it after the loss"
+                )
             raise TraceError(
                 f"{program.name} was traced with {name} of shape {tuple(old_shape)}, but tracing "
                 f"it again with shape {tuple(shape)} failed: {e}\n"
@@ -425,7 +433,7 @@ def _retrace(program: Program, wanted: Signature) -> Program:
                 "dtrans.trace is the rows of one trainer (in dtrans.pipeline: the full batch), so "
                 "if you passed the rows of all trainers, trace with fewer rows. If a constant in "
                 "the step has the size of the first batch, compute it from the shape of an "
-                "argument, or pass it as an argument"
+                f"argument, or pass it as an argument{state_remedy}"
             ) from e
 
 

@@ -19,7 +19,17 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from dtrans._jax import REMAT, Atom, JaxprEqn, Var, bodies, equations, jaxprs_in_params, line_of
+from dtrans._jax import (
+    LOOPS,
+    REMAT,
+    Atom,
+    JaxprEqn,
+    Var,
+    bodies,
+    equations,
+    jaxprs_in_params,
+    line_of,
+)
 from dtrans.batch.trainer_step import TrainerStep
 from dtrans.errors import ConfigError
 from dtrans.ir.builder import Builder
@@ -41,8 +51,8 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
     batch. Outputs with one row for each example, such as predictions, are not summed.
 
     Raises:
-      ConfigError: the body of a loop has a collective. Trainers would then have to communicate
-        through the servers in each iteration.
+      ConfigError: the body of a loop or a branch has a collective. Trainers would then have to
+        communicate through the servers in each iteration, or in this branch only.
     """
     jaxpr = inline_calls(part.program.jaxpr, body_of=_communicating_remat)
     inner = part.program.with_jaxpr(jaxpr).inner
@@ -52,12 +62,15 @@ def reduce_results(part: TrainerStep) -> TrainerStep:
         collective = _collective_inside(eqn)
         if collective is not None:
             line = line_of(collective) or "an unknown line"
+            reason, remedy = "with parameter servers each iteration would wait for all trainers", ""
+            if eqn.primitive.name not in LOOPS:
+                reason = "with parameter servers trainers cannot exchange values in a branch"
+                remedy = "compute both branches and select with jnp.where; or "
             raise ConfigError(
                 f"batch is 'exact', but the body of {eqn.primitive.name} needs values of the full "
-                f"batch ({collective.primitive.name} for {line}), so with parameter servers each "
-                "iteration would wait for all trainers; use dtrans.nccl2 or dtrans.sharding, or "
-                "pass batch='local', where each trainer has its own statistics, random numbers "
-                "and counts"
+                f"batch ({collective.primitive.name} for {line}), and {reason}; {remedy}use "
+                "dtrans.nccl2 or dtrans.sharding, or pass batch='local', where each trainer has "
+                "its own statistics, random numbers and counts"
             )
         b.keep(eqn)
     outs = dict(zip(part.program.out_names, inner.outvars, strict=True))

@@ -63,7 +63,12 @@ from dtrans.pipeline_parallel.staged_model import (
     step_programs,
     write_stages,
 )
-from dtrans.pipeline_parallel.update import arguments_of, slices_of_sums, update_of
+from dtrans.pipeline_parallel.update import (
+    arguments_of,
+    results_from_gradients,
+    slices_of_sums,
+    update_of,
+)
 from dtrans.plan import with_recipe
 from dtrans.rows.analysis import leaves_of_state
 from dtrans.step.batch_sharing import Batch
@@ -414,10 +419,18 @@ def _check_reads(step: DividedStep, o: PipelineOptions) -> None:
     """
     for n in arguments_of(step) if o.parts > 1 else ():
         if step.program.inputs[n].ndim and not is_under(n, o.batch.unsplit_inputs):
+            reader = f"the update of {step.program.name} reads"
+            remedy = "compute with the rows in the loss function"
+            if n not in step.arguments:
+                names = ", ".join(results_from_gradients(step, n))
+                reader = f"to compute the result {names}, {step.program.name} reads gradients and"
+                remedy = (
+                    f"leave {names} out of the results, and compute values of the new state after "
+                    "the step, from job.params(state) or job.gather(state)"
+                )
             raise GradientError(
-                f"the update of {step.program.name} reads {n}, but each micro-batch has different "
-                f"rows of {n}; compute with the rows in the loss function, or, if all "
-                f"micro-batches share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
+                f"{reader} {n}, but each micro-batch has different rows of {n}; {remedy}, or, if "
+                f"all micro-batches share {n}, pass dtrans.Batch(unsplit_inputs=({n!r},))"
             )
     # The loss scale belongs to no leaf, although the update of a 0-d leaf reads it.
     leaves = omit(leaves_of_state(step.optimize, step.params), scale_spec().names)

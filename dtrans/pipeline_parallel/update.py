@@ -27,7 +27,7 @@ from dtrans.data_parallel.transform import write_trainer
 from dtrans.engine.layout import Sliced
 from dtrans.errors import GradientError
 from dtrans.ir.builder import Builder
-from dtrans.ir.dataflow import avals, backward_slice, needed_equations
+from dtrans.ir.dataflow import avals, bits_of, needed_equations, propagate
 from dtrans.ir.program import FORWARD, OPTIMIZE, Program
 from dtrans.ir.pytree import TreeSpec, tuple_of, unused_name
 from dtrans.ir.selection import exclude, omit, subset, values_at
@@ -165,9 +165,20 @@ def arguments_of(step: DividedStep) -> tuple[str, ...]:
 
     Arguments that a result computed from gradients reads are included.
     """
-    of_results = values_at(step.program.outvars, step.from_gradients)
-    _, leaves = backward_slice(step.program.eqns, of_results, step.boundary.values())
-    return tuple(n for n in step.batch if n in step.arguments or step.program.invars[n] in leaves)
+    read = step.arguments
+    return tuple(n for n in step.batch if n in read or results_from_gradients(step, n))
+
+
+def results_from_gradients(step: DividedStep, argument: str) -> list[str]:
+    """Return the results that are computed from gradients and from an argument of the step.
+
+    Args:
+      step: the training step, divided into forward and backward, and the update.
+      argument: the name of the argument. Paths through gradients do not count.
+    """
+    read = {step.program.invars[argument]: 1}
+    reached = propagate(step.program.eqns, read, dict.fromkeys(step.boundary.values(), 0))
+    return [n for n in step.from_gradients if bits_of(reached, step.program.outvars[n])]
 
 
 def slices_of_sums(

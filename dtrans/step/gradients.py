@@ -242,6 +242,12 @@ def marked(step: InlinedStep) -> Gradients | None:
         leaf = _leaf_behind(step, eqn.invars[1])
         if leaf is None:
             argument = eqn.params["leaf"] or "its argument"
+            owner = step.names.get(eqn.invars[1]) if isinstance(eqn.invars[1], Var) else None
+            if owner in step.opt_state:
+                raise GradientError(
+                    f"dtrans.value_and_grad differentiates with respect to {owner}, a leaf of the "
+                    f"second argument of {step.source.name}; keep {owner} in the first argument"
+                )
             raise GradientError(
                 f"dtrans.value_and_grad differentiates with respect to `{argument}`, which is not "
                 f"a leaf of `{step.params[0].split('/')[0]}`, the first argument of "
@@ -290,8 +296,9 @@ ADD_UP = (
 # Any values are the gradients of their inner product with the parameters. Servers run such steps
 # (tests/data_parallel/test_no_gradients.py).
 OTHER_GRADIENTS = (
-    "To use other values as gradients, mark them: _, grads = dtrans.value_and_grad(lambda p: "
-    "optax.tree.vdot(jax.lax.stop_gradient(grads), p))(params). Or use dtrans.nccl2 or "
+    "dtrans.pserver accepts other values as gradients if the step marks all that its update reads: "
+    "_, grads = dtrans.value_and_grad(lambda p: optax.tree.vdot(jax.lax.stop_gradient(grads), "
+    "p))(params), where params has leaves of the step's first argument. Or use dtrans.nccl2 or "
     "dtrans.sharding, which need no gradients"
 )
 

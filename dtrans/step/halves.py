@@ -407,9 +407,9 @@ def asks_for(output: str, state: str) -> Need:
     """
     return Need(
         f"{output} is computed from {state}",
-        "keep the optimizer state (the second argument of the step) out of the loss and of the "
-        "results. The loss may read a moving average of parameters if the step updates the average "
-        "after the gradients",
+        f"keep {state} out of the loss and of the results. If it is a moving average of "
+        "parameters, let the loss read the average before its update, and compute the new average "
+        "from the new parameters; in a step of (params, opt_state), keep the average in params",
         why="which is optimizer state, and is not available where the loss is computed",
         of_state=True,
     )
@@ -651,9 +651,17 @@ class _StepDivider:
         around = [e for e in derived if not bits_of(behind, *e.invars)]
         if around:
             reader, what = _reader_of_derivative(self.s, outs, out_names, gradients, around)
+            remedy = ONE_GRADIENT
+            if reader in self.s.opt_state:  # no new parameter reads this derivative
+                remedy = (
+                    f"for dtrans.pserver, keep {reader} in the first argument of "
+                    f"{self.s.source.name}, and mark the value that updates it as its gradient: "
+                    "_, value = dtrans.value_and_grad(lambda leaf: jnp.vdot("
+                    "jax.lax.stop_gradient(value), leaf))(leaf). Or use dtrans.nccl2 or "
+                    "dtrans.sharding, which need no gradients"
+                )
             raise GradientError(
-                f"{reader} is updated with {what}, which is not summed over the batch; "
-                f"{ONE_GRADIENT}"
+                f"{reader} is updated with {what}, which is not summed over the batch; {remedy}"
             )
         if hidden:
             reader = _first_reader(self.s, outs, out_names, gradients, [self.s.vars[hidden[0]]])
@@ -762,6 +770,12 @@ class _StepDivider:
 
         state = {self.s.vars[n]: n for n in self.s.opt_state}
         enters = propagate(self.s.eqns, dict.fromkeys(state, 1), {})
+        # Gradients come first: a result of the loss function often reads the same state, but the
+        # step cannot run without its gradients.
+        for name, gradient in unmarked.items():
+            if bits_of(enters, gradient):
+                _, leaves = backward_slice(self.s.eqns, [gradient])
+                self.record_state_read(f"the gradient of {name}", leaves, state)
         for name in (*self.s.results, *frozen):
             atom = self.s.outs[name]
             if not bits_of(enters, atom):
@@ -771,10 +785,6 @@ class _StepDivider:
             if read and leaves & boundary and not self.across:
                 need = reports_update if name in self.s.results else asks_for
                 self.across = need(name, read[0])
-        for name in used:
-            if bits_of(enters, unmarked[name]):
-                _, leaves = backward_slice(self.s.eqns, [unmarked[name]])
-                self.record_state_read(str(Gradient(name)), leaves, state)
 
     def record_state_read(
         self, output: str, leaves: Collection[Var], state: Mapping[Var, str]

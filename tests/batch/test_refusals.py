@@ -106,6 +106,25 @@ def test_a_constant_with_the_rows_of_the_first_batch() -> None:
         dtrans.nccl2(*programs, trainers=2)
 
 
+def test_state_with_the_rows_of_the_batch() -> None:
+    def step(params: Any, hidden: Any, x: jax.Array) -> Any:
+        loss_of = lambda w: (jnp.mean((x @ w + hidden) ** 2), jnp.tanh(x @ w + hidden))
+        (loss, hidden), grad = dtrans.value_and_grad(loss_of, has_aux=True)(params)
+        return params - 0.1 * grad, hidden, loss
+
+    w, hidden, x = jnp.ones((6, 2)), jnp.zeros((4, 2)), jnp.ones((4, 6))
+    start = dtrans.trace(lambda: (w, hidden))
+    with pytest.raises(TraceError, match="If hidden has a row for each row .* pass it to the step"):
+        dtrans.nccl2(dtrans.trace(step, w, hidden, x), start, trainers=2)
+
+    def remedy(params: Any, opt_state: Any, x: jax.Array, before: jax.Array) -> Any:
+        params, after, loss = step(params, before, x)
+        return params, opt_state, loss, after
+
+    start = dtrans.trace(lambda: (w, ()))
+    dtrans.nccl2(dtrans.trace(remedy, w, (), x, hidden), start, trainers=2)
+
+
 @pytest.mark.parametrize("mode", ["nccl2", "sharding", "pserver", "pipeline"])
 def test_a_batch_of_another_type_is_not_compiled_anew(mode: str) -> None:
     plans: dict[str, Any] = {

@@ -426,6 +426,28 @@ def test_an_exchange_in_each_turn_of_a_loop_is_refused_by_line() -> None:
 
 
 @pytest.mark.usefixtures("x64")
+def test_an_exchange_in_a_branch_is_refused_with_a_remedy() -> None:
+    def loss(w: Any, x: jax.Array, select: Any = jax.lax.cond) -> jax.Array:
+        h = x @ w
+        centered = select(w[0, 0] > 0, lambda: h - h.mean(0), lambda: h)
+        return jnp.mean(jnp.tanh(centered) ** 2)
+
+    w, tx = jnp.ones((2, 2)), optax.sgd(0.1)
+    start = dtrans.trace(lambda w: (w, tx.init(w)), w)
+
+    def plan(loss: Any) -> Any:
+        step = dtrans.make_train_step(loss, tx)
+        main = dtrans.trace(step, w, tx.init(w), jnp.ones((6, 2)))
+        return dtrans.pserver(main, start, trainers=2)
+
+    with pytest.raises(ConfigError, match="body of cond .*in a branch; .*jnp.where") as e:
+        plan(lambda w, x: loss(w, x))
+    assert "iteration" not in str(e.value)
+    where = lambda on, yes, no: jnp.where(on, yes(), no())
+    plan(lambda w, x: loss(w, x, where))
+
+
+@pytest.mark.usefixtures("x64")
 def test_sums_are_added_up_by_servers_also_without_a_trainer_that_left() -> None:
     plan = planned(step_zoo.by_name("sum_loss"), 2, "pserver")
     (serve,) = plan.servers["127.0.0.1:1"].main.eqns

@@ -156,7 +156,7 @@ def test_a_loss_may_read_state_that_no_row_enters(trainers: int) -> None:
 @pytest.mark.parametrize("mode", [dtrans.Async(), dtrans.HalfAsync(), dtrans.Geo()])
 def test_a_loss_that_reads_state_is_for_synchronous_servers(mode: Any) -> None:
     told = (
-        "loss is computed from opt_state/key, which is optimizer state.*With mode=dtrans.Sync.. "
+        "the gradient of params/w is computed from opt_state/key, which is optimizer state.*With mode=dtrans.Sync.. "
         ".* a loss may read optimizer state"
     )
     with pytest.raises(GradientError, match=told):

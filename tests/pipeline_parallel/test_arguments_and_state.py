@@ -128,12 +128,22 @@ def reported(params: Any, opt_state: Any, x: jax.Array) -> Any:
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("step", [by_rows, reported])
-def test_an_update_may_not_read_rows_of_micro_batches(step: Any) -> None:
-    told = (
-        f"the update of {step.__name__} reads x, but each micro-batch has different rows "
-        ".*unsplit_inputs=.'x',."
-    )
+@pytest.mark.parametrize(
+    ("step", "told"),
+    [
+        (
+            by_rows,
+            "the update of by_rows reads x, but .*compute with the rows in the loss function",
+        ),
+        (
+            reported,
+            "to compute the result aux/scaled, reported reads gradients and x, but .*leave "
+            "aux/scaled out of the results",
+        ),
+    ],
+)
+def test_an_update_may_not_read_rows_of_micro_batches(step: Any, told: str) -> None:
+    told += ".*unsplit_inputs=.'x',."
     with pytest.raises(GradientError, match=told):
         planned(step, start, X)
     with pytest.raises(GradientError, match=told):
@@ -152,6 +162,26 @@ def test_a_result_is_made_of_gradients_or_of_the_loss() -> None:
         GradientError, match="aux/ratio depends on gradients and on results of the loss"
     ):
         planned(step, start, X, num_micro_batch=1)
+
+
+def test_an_aux_value_of_a_loss_with_a_derivative_is_no_derivative() -> None:
+    """The state follows a share of positive rows, while the loss penalizes an inner gradient."""
+
+    def step(params: Any, opt_state: Any, x: jax.Array) -> Any:
+        def penalized(params: Any) -> Any:
+            inner = jax.grad(lambda x: loss_of(params, x))(x)
+            return loss_of(params, x) + jnp.mean(inner**2), jnp.mean(jnp.sign(x @ params[0]))
+
+        (loss, share), grads = dtrans.value_and_grad(penalized, has_aux=True)(params["w"])
+        new = [w - 0.1 * g for w, g in zip(params["w"], grads, strict=True)]
+        return {"w": new, "ada": params["ada"] + 0.05 * jnp.sign(share)}, opt_state, loss
+
+    def init(key: jax.Array) -> Any:
+        return {"w": weights(key), "ada": jnp.zeros(())}, ()
+
+    with pytest.raises(ConfigError, match="step needs values of the full batch"):
+        planned(step, init, X)
+    planned(step, init, X, batch="micro")  # the remedy in the error
 
 
 @pytest.mark.parametrize("in_loss", [False, True])

@@ -531,6 +531,72 @@ def test_a_gradient_that_reads_the_optimizer_state_is_refused():
     )
 
 
+def test_a_loss_that_reads_a_new_average_is_refused_with_a_remedy():
+    def step(params, opt_state, x, y):
+        ema = opt_state if opt_state else params["ema"]
+        if opt_state:
+            ema = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, ema, params["w"])
+
+        def loss(p):
+            teacher = jax.lax.stop_gradient(mlp_forward(ema, x))
+            value = jnp.mean((mlp_forward(p, x) - teacher) ** 2)
+            return value, jnp.max(teacher)
+
+        (value, top), grads = dtrans.value_and_grad(loss, has_aux=True)(params["w"])
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params["w"], grads)
+        if opt_state:
+            return {"w": new}, ema, value, {"best": top}
+        ema = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, ema, new)
+        return {"w": new, "ema": ema}, (), value, {"best": top}
+
+    plan = lambda params, state: dtrans.pserver(
+        dtrans.trace(step, params, state, *BATCH),
+        dtrans.trace(lambda: (params, state)),
+        trainers=2,
+    )
+    match = (
+        r"the gradient of params/w/\w+ is computed from opt_state/\w+, .*keep the average in params"
+    )
+    with pytest.raises(GradientError, match=match):
+        plan({"w": PARAMS}, PARAMS)
+    plan({"w": PARAMS, "ema": PARAMS}, ())  # the remedy in the error
+
+
+@pytest.mark.parametrize("marks", ["gradients", "state", "all"])
+def test_state_that_follows_clipped_rows_is_refused_with_a_remedy(marks):
+    """The clip follows the norms of gradients of rows, as in adaptive DP-SGD."""
+
+    def step(params, opt_state, x):
+        clip = params["clip"] if marks == "all" else opt_state["clip"]
+        rows = jax.vmap(jax.grad(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)), (None, 0))
+        g = rows(params["w"], x)
+        norms = jnp.sqrt(jnp.sum(g**2, (1, 2)))
+        value = jnp.mean(g * jnp.minimum(1.0, clip / norms)[:, None, None], 0)
+        share = jnp.mean(norms < clip)
+        mark = dtrans.value_and_grad(lambda leaf, v: jnp.vdot(jax.lax.stop_gradient(v), leaf))
+        _, value = mark(params["w"], value)
+        if marks != "gradients":
+            _, share = mark(clip, share)
+        w, clip = params["w"] - 0.1 * value, clip * jnp.exp(0.5 - share)
+        if marks == "all":
+            return {"w": w, "clip": clip}, (), jnp.mean(norms)
+        return {"w": w}, {"clip": clip}, jnp.mean(norms)
+
+    w, clip = jnp.ones((4, 4)), {"clip": jnp.array(0.5)}
+    params, state = ({"w": w, **clip}, ()) if marks == "all" else ({"w": w}, clip)
+    main = dtrans.trace(step, params, state, BATCH[0])
+    start = dtrans.trace(lambda: (params, state))
+    matches = {
+        "gradients": "keep opt_state/clip in the first argument of step, and mark the value",
+        "state": "opt_state/clip, a leaf of the second argument of step; keep opt_state/clip in",
+    }
+    if marks == "all":
+        dtrans.pserver(main, start, trainers=2)
+    else:
+        with pytest.raises(GradientError, match=matches[marks]):
+            dtrans.pserver(main, start, trainers=2)
+
+
 def test_state_that_changes_its_type_is_refused():
     def step(params, opt_state, x, y):
         loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
