@@ -71,8 +71,8 @@ def _report(name: str, found: Any, seed: int) -> Report:
     distributed_step, step, args = target
     if not isinstance(args, (tuple, list)):
         raise ConfigError(
-            f"{name} returns args of type {type(args).__name__}; expected a tuple with the "
-            "arguments of both steps"
+            f"{name} returns args of type {type(args).__name__}; expected a tuple of "
+            "arguments, with which both steps are called"
         )
     return verify(distributed_step, step, *args, seed=seed)
 

@@ -140,7 +140,7 @@ class Options:
     colocated: bool = False  # True if trainers also divide the parameters of `dtrans.split` scopes
     reduce: Reduce = Reduce()
     batch: Batch = Batch()
-    shared: ExactStep | None = None  # set when a batch with batch="exact" is split
+    shared: ExactStep | None = None  # the split of the batch; None unless batch="exact"
     # inputs of micro-steps that trainers compute before the scan
     precomputed: PrecomputedMicroSteps | None = None
     noun: str = "trainer"  # the word for a trainer in errors

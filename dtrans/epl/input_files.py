@@ -79,8 +79,8 @@ def slice_files(
         )
     if unbalanced and drop_last:
         raise ConfigError(
-            "unbalanced and drop_last are both True, but the files of an incomplete round are "
-            "either assigned or dropped; choose one"
+            "unbalanced and drop_last are both True, but unbalanced=True assigns the files of an "
+            "incomplete round, and drop_last=True drops them; pass one of them"
         )
     divisor = math.gcd(*replicas)
     shares = [count // divisor for count in replicas]

@@ -27,7 +27,7 @@ NAMES = {
     "clip_norm": "local_grad_clip_norm",
 }
 
-# Paddle's options that `dtrans.TopK` does not have, and the remedy in the error for a value
+# Paddle's options that `dtrans.TopK` does not have -> the remedy that an error about them names
 ELSEWHERE = {
     "grad_clip": "pass local_grad_clip_norm=clip_norm for GradientClipByNorm(clip_norm)",
     "regularization": "add the penalty to the loss, whose gradients trainers compress",

@@ -519,8 +519,8 @@ def _check_state_types(program: Program, other: Program) -> None:
         if n in names and one.aval.shape != two.aval.shape:
             raise GradientError(
                 f"{n} in the result of {program.name} is {short_type(one.aval)} for one batch size "
-                f"and {short_type(two.aval)} for another; keep arrays with an entry for each row "
-                "out of the state, and return them after the loss"
+                f"and {short_type(two.aval)} for another; do not store arrays with an entry "
+                "for each row of the batch in the state; return them after the loss"
             )
 
 

@@ -319,7 +319,7 @@ def test_state_with_an_entry_for_each_row_is_refused(strategy: str) -> None:
     }
     text = (
         r"opt_state/last in the result of step is f64\[6\] for one batch size and f64\[12\] for "
-        "another; keep arrays with an entry for each row out of the state"
+        "another; do not store arrays with an entry for each row of the batch in the state"
     )
     with pytest.raises(GradientError, match=text):
         plan[strategy](main, dtrans.trace(start, key))

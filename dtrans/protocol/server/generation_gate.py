@@ -59,7 +59,7 @@ class GenerationGate:
             self._say(address, "waiting", reason="the servers to go back to a snapshot")
             return False
         if generation < self.number and message.op == "hello":
-            # A live trainer greets again. The greeting of a lost process must not be admitted: the
+            # A live trainer greets again after `rewind`. A lost process must not be admitted: the
             # end of its connection would count as the failure of the process that replaces it.
             self._say(address, "rewind", generation=self.number)
         return bool(generation == self.number)

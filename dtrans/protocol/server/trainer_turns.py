@@ -133,8 +133,8 @@ class TrainerTurns:
         level = message.fields.get("level", 0)
         if not 0 <= level < len(self._levels):
             raise WireError(
-                f"trainer {k} sent gradients of level {level}, but pserver {self._endpoint} has "
-                f"levels 0 to {len(self._levels) - 1}"
+                f"trainer {k} sent compressed gradients with the density number {level}, but "
+                f"pserver {self._endpoint} has levels 0 to {len(self._levels) - 1}"
             )
         memory, pool = {}, BufferPool()
         for n, t in self._levels[level].items():

@@ -275,7 +275,8 @@ class PeerMemory:
                 f"a frame at bytes {start} to {start + nbytes} of a slot at {slot} to {end} in "
                 f"shared memory of {self.nbytes} bytes"
             )
-        # All views of this array refer to it, as its own base is no array.
+        # Views of an array refer to its base. The base of `rest` is no array, so they refer to
+        # `rest`.
         rest = np.frombuffer(self._memory[start:end], np.uint8)
         number = next(self._numbers)
         self._slots[number] = slot

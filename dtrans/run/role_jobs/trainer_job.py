@@ -396,8 +396,8 @@ class TrainerJob(RoleJob):
         row_states = [n for t in self.plan.tables.of.values() for n in t.zero.state]
         if row_states:
             raise ConfigError(
-                f"{row_states[0]} cannot be returned: it has a row for each row of a table, but "
-                "this trainer has only the rows that it has looked up"
+                f"{row_states[0]} cannot be returned: it contains all rows of a table, but this "
+                "trainer has only the rows that it has looked up"
             )
         return state[1]
 

@@ -651,7 +651,7 @@ def test_the_optimizers_state_of_rows_is_no_array(role_threads: RoleThreads) -> 
         state = job.init(jax.random.key(0))
         with pytest.raises(
             ConfigError,
-            match=r"opt_state/0/mu/emb cannot be returned: it has a row for each row of a table, "
+            match=r"opt_state/0/mu/emb cannot be returned: it contains all rows of a table, "
             r"but this",
         ):
             job.opt_state(state)
