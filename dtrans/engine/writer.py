@@ -84,7 +84,7 @@ class SplitWriter(ShardValues):
     keeps_rules = False
     # values to leave as partial sums, see `open_operands`
     terms: Collection[Var] = frozenset()
-    # values of which each shard needs only its piece, with the layout of the pieces (`row_demands`)
+    # values that shards need only as pieces, and the layouts of the pieces (`row_demands`)
     demands: Mapping[Var, RowAxis] = MappingProxyType({})
     # values of `dtrans.split` scopes that other equations read, with the layout of their rows
     # (`dtrans.engine.split.rows_outside`): these equations run on rows of the batch

@@ -352,7 +352,8 @@ def test_the_remedy_for_servers_works(step: Any, monkeypatch: pytest.MonkeyPatch
     """Servers refuse the step, and take the step in which the gradients have marks."""
     servers = {"pservers": "127.0.0.1:1,127.0.0.1:2", "trainers": 2}
     remedy = (
-        r"optax.tree.vdot\(jax.lax.stop_gradient\(grads\), p\)\)\(params\). Or use dtrans.nccl2 "
+        r"optax.tree.vdot\(jax.lax.stop_gradient\(grads\), p\)\)\(params\), where params has leaves of "
+        "the step's first argument. Or use dtrans.nccl2 "
     )
     with pytest.raises(GradientError, match=remedy):
         dtrans.pserver(*traced(step), **servers)

@@ -103,7 +103,7 @@ def test_only_the_proportions_of_replicas_matter(count, replicas, times, options
         (
             (F, 0, [1]),
             {"unbalanced": True, "drop_last": True},
-            "unbalanced and drop_last are both True, .*; choose one",
+            "unbalanced and drop_last are both True, .*; pass one of them",
         ),
     ],
 )

@@ -373,7 +373,8 @@ def test_a_server_refuses_a_level_that_it_does_not_have() -> None:
         assert {n: (x.shape, x.dtype) for n, x in found.items()} == {
             n: (sizes[n].shape, sizes[n].dtype) for n in found
         }
-    says = "^trainer 1 sent compressed gradients with the density number 3, but pserver 127.0.0.1:6174 has levels 0 to 2$"
+    says = "^trainer 1 sent compressed gradients with the density number 3, but pserver "
+    says += "127.0.0.1:6174 has levels 0 to 2$"
     for level in (3, -1):
         with pytest.raises(WireError, match=says.replace("3, but", f"{level}, but")):
             turns.take(1, message(level))
