@@ -227,9 +227,10 @@ def _keep_layouts(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
 
 
 def _gather_over_axis(eqn: JaxprEqn, ins: Ins, shards: Shards) -> Strategy | None:
-    """Return the strategy of a collective over another mesh axis: each shard runs it on pieces.
+    """Return the strategy of a collective over another mesh axis than the sharded one.
 
-    The shard needs the full value if the collective moves entries along the sharded dimension.
+    Each shard runs the collective on its piece. If the collective moves entries along the sharded
+    dimension, each shard needs the full value instead.
     """
     axes = {eqn.params[n] for n in ("axis", "cut", "joined") if n in eqn.params}
     outs: list[Shared | RowAxis] = []

@@ -87,7 +87,7 @@ class WireType:
 
     @property
     def levels(self) -> tuple[WireType, ...]:
-        """One copy of this type for each of its densities; only this type if it has none."""
+        """Copies of this type, one with each density; the type alone if it has no densities."""
         count = max(1, len(self.densities))
         return tuple(dataclasses.replace(self, level=i) for i in range(count))
 

@@ -102,8 +102,9 @@ def _backups(
 ) -> dict[str, ServerVariable]:
     """Return the arrays that a server adds for one block.
 
-    Unless the block is part of a table: for each trainer, a copy of the block as the trainer last
-    received it. With the adaptive variant: a running mean of squared gradients.
+    For each trainer, the server stores a copy of the block as the trainer last received it. Blocks
+    of tables have no such copies. The adaptive variant also stores a running mean of squared
+    gradients.
     """
     added = {}
     if not block.is_table:

@@ -247,7 +247,7 @@ class _Placer:
         return found
 
     def physical(self, at: int) -> int:
-        """Return the index `at` of a stage; for `HUB`, return the index of the last stage."""
+        """Return the stage at an index; the last stage if the index is `HUB`."""
         return self.places - 1 if at == HUB else at
 
     def placed(self) -> PlacedUpdate:

@@ -296,7 +296,10 @@ class Message:
 
     @property
     def request(self) -> dict[str, int]:
-        """Header fields for the answer: the request's number, or an empty dict without a number."""
+        """Header field with which an answer names this request.
+
+        The field is the request's number. The result is empty if the request has none.
+        """
         return {"request": self.fields["request"]} if "request" in self.fields else {}
 
 

@@ -22,7 +22,10 @@ from dtrans.verification.rule_values import Rule, approx_of_all, by_jax, element
 
 
 def _parts_of(x: Any) -> list[Array]:
-    """Return the field elements of an array: one array for reals, two for complex numbers."""
+    """Return the real array of a value, or its real and imaginary arrays if it is complex.
+
+    The entries of the arrays are elements of the finite field in which programs are compared.
+    """
     if isinstance(x, Complex):
         return [x.real.elements, x.imag.elements]
     return [elements_in(x)]
@@ -65,7 +68,7 @@ def _hash_matrices(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 
 def _hashed_entries(name: object, sums: Sequence[Array], approx: Array, stack: int) -> Real:
-    """Return an output of a matrix function, such as a decomposition, with hashes as entries.
+    """Return hashes in place of the output of a matrix function, such as a decomposition.
 
     The output is a stack of matrices. Matrix i of the output is computed from the digests of the
     operands' matrices i. Within a matrix, each entry also depends on its position.

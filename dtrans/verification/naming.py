@@ -195,8 +195,8 @@ class _Walk:
           number: the last computation of the chain.
 
         Returns:
-          The computation at fault, or None if the first multiple is a mean that no later reduction
-          sums.
+          The computation at fault. None if the first change of the factor is a mean, and no later
+          reduction sums this mean.
         """
         chain = [number]
         both = (Kind.EXACT, Kind.PARTIAL)

@@ -238,8 +238,8 @@ def block_parts(
 ) -> list[list[BlockPart]]:
     """Divide a step's row ids of several tables among the blocks that store the rows.
 
-    A block has some rows of a table, and is on one server. One pass computes the parts of all
-    tables with equal blocks, because the overhead of a NumPy call is large for small tables.
+    A block has some rows of a table, and is on one server. Tables that are divided in the same way
+    are handled together, because the overhead of a NumPy call is large for small tables.
 
     Args:
       ids: for each table, increasing row ids. Ids after the table's last row are padding.

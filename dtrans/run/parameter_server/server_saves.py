@@ -331,7 +331,8 @@ class ServerSaves:
         """Return True if an array must be copied before the next update overwrites it.
 
         On CPU, a snapshot is a view of the array's memory, and an update may reuse this memory. An
-        array in pieces (`RowPieces`) is copied into the one array that a file has.
+        array that is stored in pieces (`RowPieces`) is always copied, because a file contains it in
+        one piece.
         """
         if isinstance(x, RowPieces):
             return True

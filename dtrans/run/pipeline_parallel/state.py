@@ -104,7 +104,12 @@ class StateLayout:
         return self.state(found)
 
     def state(self, arrays: Mapping[tuple[int, str], Any]) -> PipelineState:
-        """Convert a dict of arrays, with keys (index of the stored copy, name), to a state."""
+        """Return a job's state from its arrays.
+
+        Args:
+          arrays: the arrays by (index, name). If several stages store an array, the index is the
+            number of the copy.
+        """
         parts: dict[str, dict[str, Any]] = {"params": {}, "opt_state": {}, "extra": {}}
         for part, key, at in self._entries:
             parts[part][key] = arrays[at]

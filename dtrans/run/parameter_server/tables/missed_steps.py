@@ -225,7 +225,7 @@ class MissedSteps:
         Args:
           slots: indices in memory of at most `size` rows.
           size: the number of rows of the program.
-          begin: the first of these steps; they are at most `WINDOW`.
+          begin: the first of these steps. There are at most `WINDOW` steps.
           stop: the step after the last one.
           arrays: the block and its optimizer state, by name.
         """
