@@ -32,7 +32,7 @@ demo: $(STAMP) ## train with two trainers and two parameter servers as processes
 unit: $(STAMP) ## run the tests of rules, passes and protocol machines: 50 seconds on two cores
 	$(BIN)/python -m pytest -m 'unit and not soak' $(WORKERS)
 
-test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: six to eight minutes
+test: $(STAMP) ## run all units and plans, and today's sample of jobs and processes: ten to fourteen minutes
 	$(BIN)/python -m pytest $(WORKERS)
 
 nightly: $(STAMP) ## run all that today's sample leaves out: three hours; an hour with SAMPLE_NIGHTS=4
@@ -41,7 +41,7 @@ nightly: $(STAMP) ## run all that today's sample leaves out: three hours; an hou
 core: $(STAMP) ## run the tests of the passes alone: a few minutes
 	$(BIN)/python -m pytest $(WORKERS) tests/test_jax_versions.py tests/test_jax_imports.py \
 		tests/test_fingerprints.py tests/ir tests/step tests/rows tests/engine tests/run/test_jobs.py \
-		tests/verification/test_by_hand.py
+		tests/verification/test_user_shard_map.py
 
 compat: ## run the suite on the newest JAX, core tests on those between (needs Python 3.13; make NEWEST=... says where)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(MAKE) test $(AT_NEWEST)

@@ -1,4 +1,4 @@
-"""The job of `mlp_job.py` in other frameworks, each in an environment of its own.
+"""Programs of other frameworks for the job of `mlp_job.py`, each with its own environment.
 
 `peers.driver` starts all of them in turn. `make peers` runs it.
 """

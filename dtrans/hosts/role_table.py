@@ -661,8 +661,8 @@ def _assign_round_robin(count: int, hosts: np.ndarray, slots: np.ndarray) -> lis
 class _Links:
     """Traffic over the network link of each host, while servers are placed on hosts one by one.
 
-    Servers that have no host yet count as if each had a host of its own. So placing a server
-    changes only the bytes of the chosen host.
+    Servers without a host count as if each was alone on a host. So a server's placement changes
+    only the bytes of the chosen host.
 
     Args:
       trainers: number of trainers.

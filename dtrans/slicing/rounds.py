@@ -56,9 +56,9 @@ class ExchangeRounds:
     """Analysis of an update: the number of exchanges between servers before each value is known.
 
     A norm of all gradients needs one exchange, in which servers add up their terms. The learning
-    rate needs none. We call this number the *level* of the value. A value has two levels: one on
-    the servers of its own parameter (`level_at_home`), and one on all other servers
-    (`level_everywhere`).
+    rate needs none. We call this number the *level* of the value. On the servers of its own
+    parameter, a value has the level `level_at_home`. On all other servers, its level is
+    `level_everywhere`.
 
     Args:
       analysis: row analysis of the update.

@@ -1,6 +1,6 @@
 """Checks of a job with snapshots that has ended (`dtrans.protocol.generations`).
 
-A *snapshot* is a snapshot of the state of all servers after a step. A *generation* lasts from one
+A *snapshot* is a copy of the state of all servers after a step. A *generation* lasts from one
 failure of a role to the next, or until a trainer joins again.
 
 - The job ends without an error, whichever roles fail.

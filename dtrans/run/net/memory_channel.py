@@ -209,6 +209,10 @@ class MemoryChannel:
         self.may_send = False
         self.report()
 
+    def has_ended(self) -> bool:
+        """Return True if the other process has closed its socket: it reads no frame any more."""
+        return not self._sent.collect()
+
     def close(self) -> None:
         """End the channel. The socket stays open while this process reads the other's memory."""
         self.lose()

@@ -254,7 +254,8 @@ class PeerMemory:
         self._line = line
         self._numbers = itertools.count()
         self._slots: dict[int, int] = {}  # number of a received frame -> position of its slot
-        # Finalizers run in any thread, at any time. So they only append to this queue.
+        # Finalizers run in any thread, at any time. So they take no lock, and leave the report
+        # to the thread of the transport.
         self._released: collections.deque[int] = collections.deque()
         self._is_closing = False
 

@@ -222,7 +222,8 @@ class ZmqListener:
         self._members: set[bytes] = set()  # ids of connected processes of these users
         self._unsettled: dict[int, MemoryChannel] = {}  # file number -> channel
         self._channels: dict[bytes, MemoryChannel] = {}  # id of a process -> channel
-        self._lost_channels: list[MemoryChannel] = []  # of processes whose connections have ended
+        # channels of processes whose connections have ended, but that may still read the memory
+        self._lost_channels: list[MemoryChannel] = []
 
     @property
     def polled(self) -> tuple[Any, ...]:
@@ -305,6 +306,8 @@ class ZmqListener:
         """Tell other processes which of their frames in shared memory this process has released."""
         for channel in self._channels.values():
             channel.report()
+        # Otherwise the listener would keep the socket and the memory of every ended process.
+        self._lost_channels = [x for x in self._lost_channels if not x.has_ended()]
 
     def _lost(self, address: bytes) -> Event:
         """Return the event for the end of a connection."""

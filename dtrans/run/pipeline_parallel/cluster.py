@@ -353,8 +353,8 @@ class ConnectedProcesses(OneProcess):
 class _LocalDevices(StageBackend):
     """Backend for the stages of one process, in a job of several processes.
 
-    Every process writes the instructions of all stages, but executes only instructions of its own
-    stages. So this backend ignores values of all other stages.
+    Every process writes the instructions of all stages, but executes only those of its
+    stages. So this backend ignores values of other stages.
 
     Args:
       grids: the devices of each stage of this process.

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -334,13 +335,29 @@ def test_slots_return_when_the_reader_has_closed_its_link_and_uses_no_frame():
         until(lambda: [e for e in pair.here.poll(0.0) if e.kind == "lost"], "the end")
         for seed in (1, 2, 3):  # the reader may only have been stopped
             pair.sent_there([b"", numbers(seed)], 1)
-        assert bytes(frame.buffer) == before
+        assert bytes(frame.buffer) == before and pair.door._lost_channels
         del frame
         gc.collect()
         count = len(slots(pair.here))
         for seed in range(4, 8):
             pair.sent_there([b"", numbers(seed)], 1)
         assert len(slots(pair.here)) == count
+
+
+def test_a_listener_frees_the_memory_of_a_process_that_has_ended():
+    with paired() as pair:
+        pair.sent_here([b"", numbers(0)])
+        (channel,) = pair.door._channels.values()
+        memory = weakref.ref(channel._peer)
+        del channel
+        pair.links[0].close()
+
+        def is_free() -> bool:
+            list(pair.here.poll(0.0))
+            gc.collect()
+            return memory() is None
+
+        until(is_free, "the memory of the other process to be unmapped")
 
 
 READER = """

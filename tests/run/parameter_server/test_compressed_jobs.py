@@ -284,7 +284,7 @@ def test_a_trainer_that_does_not_save_is_named(
     tmp_path: Path, role_threads: RoleThreads, then: str
 ) -> None:
     plan = plan_for(dtrans.Sync(compress="int8"), free_endpoints(2))
-    # the second trainer does not save; a job with a step more goes on after the error
+    # The second trainer does not save. The error appears when this trainer closes, or steps again.
     steps = range(2) if then == "closes" else range(3)
     over = {"steps": "begun its next step", "closes": "closed its job"}[then]
     says = rf"trainer 1 has {over} without job.save\('2'\), and only trainer 1 has its rounding"

@@ -158,14 +158,14 @@ FLAT_ARGS = (jnp.arange(4.0), *BATCH)
 FAULTS: dict[str, tuple[Any, Any, Any, Any, str]] = {
     "sum for mean": (
         adam_step, ADAM_ARGS, data_parallel(total, mean), data_parallel(mean, mean),
-        r"fault: psum over axis 'data' \(size 4\) at test_by_hand.py:\d+ sums, expected a mean; "
+        r"fault: psum over axis 'data' \(size 4\) at test_user_shard_map.py:\d+ sums, expected a mean; "
         r"use jax.lax.pmean, or divide by 4 \(corrects params/down, params/up, opt_state/0/mu/down "
 r"and 3 others\)",
     ),
     "summed by jax.grad": (
         adam_step, ADAM_ARGS, data_parallel(keep, mean, check_vma=True),
         data_parallel(lambda g: g / 4, mean, check_vma=True),
-        r"fault: psum_invariant over axis 'data' \(size 4\) at test_by_hand.py:\d+, in the "
+        r"fault: psum_invariant over axis 'data' \(size 4\) at test_user_shard_map.py:\d+, in the "
         r"gradient, sums, expected a mean; divide the gradient by 4",
     ),
     "missing reduction": (
@@ -417,4 +417,4 @@ def test_what_cannot_be_followed_is_no_difference() -> None:
     each = jax.shard_map(lambda x: 2 * x, mesh=DATA, in_specs=P("data"), out_specs=P("data"))
     report = dtrans.verify(lambda x: (step(x)[0], each(x)), step, jnp.ones(4))
     assert report.equal and not report.complete
-    assert "pure_callback calls a function of the host (test_by_hand.py:" in str(report)
+    assert "pure_callback calls a function of the host (test_user_shard_map.py:" in str(report)
